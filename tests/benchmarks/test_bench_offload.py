@@ -206,6 +206,9 @@ def test_lanes_are_named_by_what_they_do():
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert names[0, 13] == "host to GPU (stream 13)" and names[9, 9] == "MainThread (thread 9)"
     assert names[9, 11] == "backward (thread 11)"
+    order = {(e["pid"], e["tid"]): e["args"] for e in trace["traceEvents"] if e["name"] == "thread_sort_index"}
+    wanted = {(0, 7): 0, (0, 13): 1, (0, 14): 2, (0, 15): 3, (9, 9): 0, (9, 11): 1}
+    assert order == {lane: {"sort_index": index} for lane, index in wanted.items()}
 
 
 def traced_names(path: Path, device: torch.device, work) -> list[str]:

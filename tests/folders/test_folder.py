@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Unsupported
+from vblackwell.folders import tensor_file
 from vblackwell.folders.commit import CommitFolder, verify_folder
 from vblackwell.folders.folder import load_specs, tensor_files
 from vblackwell.folders.tensor_file import DTYPES, SafetensorsShards, TensorFile, TensorSpec, plan_shards, spec_of
@@ -184,6 +185,18 @@ def test_tied_parameters_need_one_name(tmp_path):
         for name in weights.names:
             weights(name, target.get_parameter(name).data)
     assert torch.equal(target.head.weight, source.embed.weight)
+
+
+def test_two_tensors_are_compared_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "CONVERSION_BYTES", 16)
+    tensors = {"a": torch.arange(9), "b": torch.arange(9), "c": torch.arange(9).roll(1), "d": torch.arange(9.0)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with TensorFile(tmp_path / "x.safetensors") as file:
+        read, sizes = TensorFile.read, []
+        monkeypatch.setattr(TensorFile, "read", lambda self, out, at: (sizes.append(len(out)), read(self, out, at)))
+        assert file.tensors["a"].equals(file.tensors["b"])
+        assert not any(file.tensors["a"].equals(file.tensors[name]) for name in "cd")
+    assert max(sizes) == 16
 
 
 def test_a_file_that_is_not_whole_says_how_much_of_it_is_there(tmp_path):

@@ -64,7 +64,7 @@ def test_unused_gpus_are_named(monkeypatch):
 def test_every_command_says_that_a_gpu_is_hidden(command, module, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(machine, "list_gpus", lambda: [gpu()])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    monkeypatch.setattr(f"vblackwell.{module}.{command}_command", lambda **options: 0)
+    monkeypatch.setattr(f"vblackwell.{module}.{command}_command", lambda device=None, **options: 0)
     monkeypatch.setattr("vblackwell.generate.load.resolve_model", lambda path: (path, []))
     model = [str(tmp_path)] if command == "bench" else ["--model", str(tmp_path)]
     out = ["--out", str(tmp_path / "out")] if command == "quantize" else []

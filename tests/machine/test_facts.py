@@ -61,9 +61,11 @@ def test_cgroup_v1_limits(tmp_path: Path):
     assert (facts.total_bytes, facts.available_bytes) == (100 * MiB, 70 * MiB)
 
 
-def test_disks():
+def test_disks(monkeypatch: pytest.MonkeyPatch):
     facts = hardware.disk_facts("/proc")
     assert facts.file_system == "proc" and not facts.ram_backed
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])  # as in a chroot
+    assert hardware.disk_facts("/proc").file_system == "unknown"
     if os.path.isdir("/dev/shm"):
         assert hardware.disk_facts("/dev/shm").ram_backed
     with pytest.raises(ConfigurationError, match="/no/such/place: No such file"):

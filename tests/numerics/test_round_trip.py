@@ -26,7 +26,7 @@ def way(request, monkeypatch):
 
 def assert_same_bits(w, form: Format):
     dtype = torch.float32
-    expected = quantize(w, form.name, "max").dequantize(dtype)
+    expected = quantize(w.contiguous(), form.name, "max").dequantize(dtype)
     got = round_trip(w, form, dtype)
     wrong = (got.view(torch.int32) != expected.view(torch.int32)).nonzero()
     assert len(wrong) == 0, (len(wrong), w[tuple(wrong[0])], got[tuple(wrong[0])], expected[tuple(wrong[0])])
@@ -161,3 +161,25 @@ def test_tiles_do_not_show(form, monkeypatch):
     monkeypatch.setattr(module, "_TILE_ELEMENTS", 448)
     assert torch.equal(round_trip(w, form, torch.bfloat16), whole)
     assert torch.equal(round_trip(w.t().contiguous().t(), form, torch.bfloat16), whole)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_transposed_weights(form, way):
+    assert_same_bits(torch.randn(64, 48).t(), form)
+
+
+def test_few_elements_are_rounded_in_fp64(monkeypatch):
+    """On a CPU fp64 takes several times as long as all the rest."""
+    seen, w = [0], torch.randn(256, 1024).to(torch.bfloat16)
+    for name in ("round_elements", "_round_halves_exactly"):
+        whole = getattr(module, name)
+
+        def count(first, *rest, whole=whole):
+            seen[0] += first.numel()
+            return whole(first, *rest)
+
+        monkeypatch.setattr(module, name, count)
+    for form in FORMATS.values():
+        seen[0] = 0
+        round_trip(w, form, torch.bfloat16)
+        assert seen[0] < w.numel() / 25, form.name

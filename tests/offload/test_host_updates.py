@@ -17,6 +17,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import StaleTensor, StepAbandoned
+from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.movement.state import set_worker_delay
@@ -197,3 +198,69 @@ def test_a_failure_at_a_commit_leaves_a_group_that_is_said_to_be_a_step_behind(t
     names = {name for name, param in model.named_parameters() if any(slot.param is param for slot in group.slots)}
     release(model)
     assert names and all(torch.equal(model.state_dict()[name], before[name]) for name in names)
+
+
+def test_gradients_are_made_zero_after_updates_on_the_host_without_a_wait(twins: Callable[..., Twins]):
+    pair = twins()
+    go, apply = threading.Event(), pair.engine.host_updates.apply
+
+    def late(update) -> None:
+        go.wait(60)
+        apply(update)
+
+    pair.engine.host_updates.apply = late
+    timer = threading.Timer(30, go.set)
+    timer.start()
+    MLP.loss(pair.model, 0).backward()
+    pair.ours.step()
+    pair.ours.zero_grad(set_to_none=False)
+    assert not go.is_set(), "it waited for an update"
+    timer.cancel()
+    go.set()
+    MLP.loss(pair.plain, 0).backward()
+    pair.theirs.step()
+    pair.theirs.zero_grad(set_to_none=False)
+    for module, optimizer in pair.both():
+        MLP.loss(module, 1).backward()
+        optimizer.step()
+    assert equal(pair.model, pair.plain)
+
+
+def test_an_early_update_that_the_worker_refuses_keeps_no_shadows(
+    twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+):
+    pair = twins()
+    updates, group, stack = pair.engine.host_updates, pair.engine.groups[0], pair.engine.stack
+    before = stack.levels[1].used_bytes
+
+    def refuse(*args: object, **more: object) -> None:
+        raise RuntimeError("another task failed")
+
+    monkeypatch.setattr(pair.engine.worker, "submit", refuse)
+    with pytest.raises(RuntimeError, match="another task failed"):
+        pair.engine.step_control._start_early(group, None)
+    assert stack.levels[1].used_bytes == before and not any(updates.shadows.spare.values())
+
+
+def test_a_gradient_waits_for_the_copy_of_one_that_was_given_up(twins: Callable[..., Twins]):
+    """Both go to the same range: without a step between them, nothing else is in the way of the second."""
+    torch.manual_seed(0)
+    pair = twins(nn.Sequential(nn.Linear(48, 48)))
+    late = [0.3]
+
+    def first_is_late(kind: str) -> None:
+        if late:
+            time.sleep(late.pop())
+
+    try:
+        for module, optimizer in pair.both():
+            for seed in range(2):
+                loss = module(torch.randn(8, 48, generator=torch.Generator().manual_seed(seed))).square().mean()
+                set_transfer_delay(first_is_late)  # its weights are there
+                loss.backward()
+                if seed == 0:
+                    optimizer.zero_grad()
+            optimizer.step()
+    finally:
+        set_transfer_delay(None)
+    assert not late and equal(pair.model, pair.plain)

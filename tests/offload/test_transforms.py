@@ -14,7 +14,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.offload.conftest import MakeStack
-from vblackwell.errors import Unsupported
+from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.api import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
 
@@ -179,3 +179,44 @@ def test_selective_checkpointing(options: dict[str, Any], update_in_backward: bo
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Tensors(list[torch.Tensor]):
+    pass
+
+
+class Pair(tuple[torch.Tensor, ...]):
+    pass
+
+
+class Named(dict[str, torch.Tensor]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Tensors, Pair])
+def test_parameters_are_found_in_children_of_lists_and_tuples(kind: type, make_stack: MakeStack):
+    plain, model = both(make_stack)
+    weights, expected = kind([model.layers[0].weight]), kind([plain.layers[0].weight])
+    assert torch.equal(torch.cat(weights), torch.cat(expected))
+    with torch.no_grad():
+        for held in (weights, expected):
+            torch._foreach_mul_(held, 2.0)
+    assert torch.equal(model.layers[0].weight, plain.layers[0].weight)
+    with pytest.raises(StaleTensor, match="no_grad"):
+        torch._foreach_mul_(kind([model.layers[0].weight.detach()]), 2.0)
+
+
+def of_a_library(held: Any) -> Any:
+    """As libraries declare theirs: what it gets are tensors, whatever holds them."""
+    tensors = tuple(held.values())
+    if torch.overrides.has_torch_function(tensors):
+        return torch.overrides.handle_torch_function(of_a_library, tensors, held)
+    return Tensors([held["weight"].view(-1)])
+
+
+def test_what_a_call_gives_in_a_child_of_a_list_is_read_only(make_stack: MakeStack):
+    plain, model = both(make_stack)
+    found = of_a_library(Named(weight=model.layers[0].weight))
+    assert type(found) is Tensors and torch.equal(found[0], plain.layers[0].weight.view(-1))
+    with pytest.raises(StaleTensor, match="no_grad"):
+        found[0].mul_(2)

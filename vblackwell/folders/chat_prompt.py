@@ -45,8 +45,7 @@ class ChatTemplate:
         return next((number for number in numbers if number in known and known[number].special), None)
 
     def _asked(self, messages: list[dict[str, str]], **options: Any) -> str:
-        refusal = (f"{self.origin} refuses a user's message", ": leave --chat out")
-        return self.write(messages, refusal, **options)[0]
+        return self.write(messages, (f"{self.origin} refuses a user's message", ": leave --chat out"), **options)[0]
 
     def write(
         self, messages: list[dict[str, str]], refusal: tuple[str, str], *, spans: bool = False, **options: Any

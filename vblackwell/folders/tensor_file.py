@@ -125,7 +125,6 @@ class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
             file.write(bytes_of(flat[start : start + step].cpu().contiguous()))
 
     def _files(self) -> Generator[tuple[TensorSpec, HashedFile], None, None]:
-        """Each declared tensor with the file it goes to, opened for its first tensor and closed after its last."""
         for number, specs in enumerate(self._shards, 1):
             with self._folder.open(self._file_name(number)) as file:
                 head = header(specs, self._metadata)
@@ -169,6 +168,18 @@ class StoredTensor(TensorSpec):
             part.copy_(piece)
             begin += piece.nbytes
 
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether type, shape and every byte are the same."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        for start in range(0, self.size_bytes, CONVERSION_BYTES):
+            one, two = (bytearray(min(CONVERSION_BYTES, self.size_bytes - start)) for _ in range(2))
+            self.file.read(memoryview(one), self.begin + start)
+            other.file.read(memoryview(two), other.begin + start)
+            if one != two:
+                return False
+        return True
+
     def load(self) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(out)
@@ -199,7 +210,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _open_table(path: Path) -> Any:
-    """``path`` as the library opens it, its table checked; raises CorruptData."""
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

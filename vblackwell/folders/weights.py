@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.folder import GENERATION, read_config, read_json, some_names, tensor_files
-from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, bytes_of, refuse_not_finite
+from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, refuse_not_finite
 from vblackwell.units import MiB
 
 MAX_PINNED_BYTES = 512 * MiB  # of a tensor on its way to a GPU: torch keeps what was pinned
@@ -300,7 +300,6 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         return self._files
 
     def _wants(self, name: str) -> bool:
-        """Whether the files must fill the model's tensor ``name``."""
         return True
 
     def _check(self, extra: list[StoredTensor], misshapen: list[str]) -> None:
@@ -326,15 +325,13 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         )
 
     def _check_tied(self) -> None:
-        """Where the files hold a tied parameter under several names, the values must be one."""
         held: dict[int, list[str]] = {}
         for name, target in self._targets.items():
             if name in self._recipes:
                 held.setdefault(id(target), []).append(name)
         for first, other in ((first, other) for first, *others in held.values() for other in others):
             one, two = self._recipes[first].tensors[0], self._recipes[other].tensors[0]
-            same = (one.dtype, one.shape) == (two.dtype, two.shape) and bytes_of(one.load()) == bytes_of(two.load())
-            if not same:
+            if not one.equals(two):
                 raise CorruptData(
                     f"{self.folder / 'config.json'} ties {first} and {other}, and {one.file.path.name} and "
                     f"{two.file.path.name} hold different values for them: set tie_word_embeddings to false there, or "
@@ -351,8 +348,7 @@ def _open_tables(folder: Path, opened: ExitStack) -> dict[str, StoredTensor]:
     """Every tensor of the folder by name, its file open; raises CorruptData for one in two files, or in another."""
     stored: dict[str, StoredTensor] = {}
     for path in tensor_files(folder):
-        file = opened.enter_context(TensorFile(path))
-        for name, tensor in file.tensors.items():
+        for name, tensor in opened.enter_context(TensorFile(path)).tensors.items():
             if stored.setdefault(name, tensor) is not tensor:
                 place = stored[name].file.path
                 raise CorruptData(f"{name} is in {place} and in {path.name}: fetch or write the folder again")

@@ -52,8 +52,7 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 @dataclass(frozen=True)
 class Adapted:
     """What was done to a model: peft's ``config``; ``packed`` linears of the base, with the reason where that is not
-    so; ``base``: fingerprint of its weights.
-    """
+    so; ``base``: fingerprint of its weights."""
 
     lora: Lora
     config: dict[str, Any]
@@ -84,8 +83,7 @@ def adapt(
     fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
     base; linears that ``packing`` selects are packed on ``device``, one at a time, on a GPU as the fused kernels want
     it; the adapters begin with the folder ``values``, or what ``seed`` draws. Raises ConfigurationError: targets or
-    layers that the model does not have, another base; Unsupported: peft is not installed.
-    """
+    layers that the model does not have, another base; Unsupported: peft is not installed."""
     model.requires_grad_(False)
     config = {} if lora is None else add_adapters(model, lora, name)
     packed: dict[str, str | None] = {}
@@ -137,7 +135,6 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
 def _filling(
     model: nn.Module, weights: FolderWeights, seed: int, device: torch.device, values: dict[str, Tensor] | None
 ) -> Initialize:
-    """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
     ready: dict[str, Tensor] = {}
 
     def fill(name: str, out: Tensor) -> None:
@@ -232,8 +229,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | N
     """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all;
     an adapter's folder that has the name is replaced. ``chat_template``: of the conversations that they were trained
     on. Raises ConfigurationError: the model has none, or what has the name holds something else; DiskError: no space,
-    or the disk failed; a folder that was there is as before.
-    """
+    or the disk failed; a folder that was there is as before."""
     path = Path(folder).absolute()
     needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
     if (path / MANIFEST).is_file() and not (path / ADAPTER_CONFIG).is_file():
@@ -261,8 +257,7 @@ def fingerprint(folder: Path) -> str:
             for start in (0, max(0, count - _NUMBERS)):
                 held = torch.empty(min(_NUMBERS, count - start), dtype=tensor.dtype)
                 tensor.file.read(bytes_of(held), tensor.begin + start * itemsize)
-                rounded = held.bfloat16() if held.is_floating_point() else held
-                digest.update(bytes_of(rounded))
+                digest.update(bytes_of(held.bfloat16() if held.is_floating_point() else held))
     return digest.hexdigest()
 
 

@@ -32,8 +32,7 @@ from vblackwell.units import parse_bytes
 class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
     disk level; ``use_fp4`` packs linears while loading; folder of an ``adapter``; file of an ``assignment`` of
-    precisions.
-    """
+    precisions."""
 
     fast_memory: str | None = None
     host_memory: str | None = None
@@ -47,7 +46,6 @@ class Places:
 
     @property
     def streams(self) -> bool:
-        """Whether a stack is asked for."""
         sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
         return self.use_fp4 or any(size is not None for size in sizes)
 
@@ -67,8 +65,7 @@ class Places:
             assignment = None if self.assignment is None else Assignment.load(self.assignment)
             packing = Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
             return open_resident(folder, device, packing=packing, assignment=assignment)
-        wants_disk = self.disk_memory is not None or self.disk_path is not None
-        disk = self.disk_memory if wants_disk else 0
+        disk = 0 if self.disk_memory is None and self.disk_path is None else self.disk_memory
         stack = create_vgpu_stack(
             self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
         )
@@ -102,8 +99,7 @@ def generate_command(
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
     time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`;
     ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`; the others as in
-    ``generate_batch``. Raises VBError.
-    """
+    ``generate_batch``. Raises VBError."""
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
     if batch_size < 1:

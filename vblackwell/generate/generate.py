@@ -46,8 +46,7 @@ def generate(
     **others: Any,
 ) -> str:
     """What the model, a ``Decoder`` or a causal one of ``transformers``, writes after ``prompt``; ``temperature`` and
-    so on as in ``Sampling``, the ``others`` as in `generate_batch`.
-    """
+    so on as in ``Sampling``, the ``others`` as in `generate_batch`."""
     sampling = Sampling(temperature, top_k, top_p, min_p)
     (text,) = generate_batch(model, tokenizer, [prompt], max_new_tokens, sampling, **others)
     return text
@@ -205,8 +204,7 @@ def stepper(
 ) -> Callable[[Tensor], Tensor]:
     """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) after the
     last; ``chunk`` tokens a row in one pass, by default all. Of transformers' models: ``cache``, empty, by default what
-    they make themselves; ``mask_BS`` hides the filling of the prompts.
-    """
+    they make themselves; ``mask_BS`` hides the filling of the prompts."""
     if steps.keeps_own_state(model):
         return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
@@ -238,7 +236,6 @@ def stepper(
         )
 
     def read(input_ids_BS: Tensor, end: int) -> Tensor:
-        """The logits after more positions, up to ``end``."""
         nonlocal known
         options: dict[str, Any] = {}
         if mask_BS is not None:

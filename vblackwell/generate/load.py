@@ -54,8 +54,7 @@ def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
 
 def model_on_meta(folder: Path, dtype: torch.dtype | None = None, *, quantized: bool = False) -> nn.Module:
     """The model that ``folder``/config.json describes, on the meta device in training mode: a ``Decoder`` where that
-    computes it, else what ``transformers`` makes of it. Arguments and errors as for `build_on_meta`.
-    """
+    computes it, else what ``transformers`` makes of it. Arguments and errors as for `build_on_meta`."""
     config = read_config(folder)
     if quantized:
         config.pop("quantization_config", None)
@@ -74,23 +73,25 @@ def load_model(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, packing: Packing | None = None
 ) -> nn.Module:
     """The model in a Hugging Face folder on ``device``, in eval mode; read one tensor after the other. ``dtype``: of
-    the weights, None as config.json says; linears that are packed there, or that ``packing`` selects, compute from
-    packed weights. Raises as `model_on_meta` and `open_folder`.
-    """
+    the weights, None as config.json says, for a ``Decoder`` as stored; linears that are packed there, or that
+    ``packing`` selects, compute from packed weights. Raises as `model_on_meta` and `open_folder`."""
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
+        as_stored = dtype is None and isinstance(model, Decoder) and not isinstance(weights, PackedWeights)
         chosen = {} if packing is None else select_linears(model, packing.layers, head_and(packing.keep))
         made: dict[Tensor, Tensor] = {}  # one that has several names stays one
         for name, target in weights.targets().items():
             owner, _, leaf = name.rpartition(".")
             if target not in made:
                 in_fp32 = target.is_floating_point() and stays_fp32(model, name, target.dtype)
-                value = weights.read(name, torch.float32 if in_fp32 else target.dtype, device)
+                wanted = torch.float32 if in_fp32 else target.dtype
+                if as_stored:
+                    wanted = weights.dtype_of("lm_head.weight" if packing is None else name)
+                value = weights.read(name, wanted, device)
                 if packing is not None and leaf == "weight" and owner in chosen:
                     install_packed(model, owner, pack(value, packing.format, name))
                     continue
-                parameter = isinstance(target, nn.Parameter)
-                made[target] = nn.Parameter(value, target.requires_grad) if parameter else value
+                made[target] = nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
             for name in weights.linears:
@@ -107,8 +108,7 @@ def open_resident(
 ) -> nn.Module:
     """A model for writing alone, all of it on ``device``, in eval mode, with packed linears or an ``assignment``'s;
     raises as `load_model`. On a GPU a ``Decoder`` computes projections of one input as one product, and other
-    architectures run on fused operators where these compute the same.
-    """
+    architectures run on fused operators where these compute the same."""
     model = load_model(folder, device, packing=packing)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
@@ -125,8 +125,7 @@ def open_resident(
 
 def open_streamed(folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, **options: Any) -> nn.Module:
     """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears stay packed. On a GPU bytes are
-    kept free for keys and values of ``rows`` sequences of ``tokens``; the ``options`` as for `load_causal_lm`.
-    """
+    kept free for keys and values of ``rows`` sequences of ``tokens``; the ``options`` as for `load_causal_lm`."""
     level, dtype = stack.levels[0], stored_dtype(folder)
     if stack.level0_device.type == "cuda":
         reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(read_config(folder), rows, tokens, dtype)

@@ -37,8 +37,7 @@ def open_folder(model: nn.Module, folder: Path) -> FolderWeights:
 class PackedWeights(FolderWeights):
     """As `FolderWeights`, of a folder some of whose ``linears`` are packed to ``form``. Raises Unsupported for a
     quantisation that is not read here, ConfigurationError where they are not the model's, CorruptData where entries are
-    missing or do not fit each other.
-    """
+    missing or do not fit each other."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         stated = read_config(folder).get("quantization_config") or {}
@@ -63,7 +62,6 @@ class PackedWeights(FolderWeights):
         return plain
 
     def _kinds(self, linear: str) -> set[str]:
-        """Local names of the entries of a packed linear."""
         return set(compressed_tensors.entry_specs(self.form, 1, 1, fine=linear in self._fine))
 
     def _wants(self, name: str) -> bool:

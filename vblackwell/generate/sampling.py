@@ -17,8 +17,7 @@ class Sampling:
     """How the next token is chosen. ``temperature`` divides the logits, 0 takes the likeliest token, of equals the
     first. What may be drawn is cut, each on what the one before left, to the ``top_k`` likeliest tokens (0: all), to
     the fewest likeliest that together have the probability ``top_p`` (1: all), and to those with at least the share
-    ``min_p`` of the likeliest's probability (0: all). Raises ConfigurationError: a value outside its range.
-    """
+    ``min_p`` of the likeliest's probability (0: all). Raises ConfigurationError: a value outside its range."""
 
     temperature: float = 0.8
     top_k: int = 0

@@ -146,19 +146,16 @@ class _Passing:
         if place is None:
             free = [number for number in range(len(self._places)) if number not in self._held.values()]
             place = free[0] if free else self._held.pop(next(iter(self._held)))
-            self._load(order, place)
+            if self._cuda:
+                streams = copy_streams(self._device)
+                streams.h2d.wait_stream(streams.d2h)
+            known = self._places[place][: self.lengths[order]()]
+            self._loads[place] = self._stack.read(self._storage[order][0], known)
+            if not self._cuda:
+                self._loads[place].wait()
         self._held[order] = place
 
-    def _load(self, order: int, place: int) -> None:
-        if self._cuda:
-            streams = copy_streams(self._device)
-            streams.h2d.wait_stream(streams.d2h)
-        self._loads[place] = self._stack.read(self._storage[order][0], self._places[place][: self.lengths[order]()])
-        if not self._cuda:
-            self._loads[place].wait()
-
     def append(self, order: int, held_TPBKH: Tensor, begin: int, end: int) -> None:
-        """Write new positions back."""
         reservation, stored_TPBKH = self._storage[order]
         source, target = held_TPBKH[begin:end], stored_TPBKH[begin:end]
         self._stack.count_link(0, reservation.level, source.nbytes, None if self._cuda else 0.0)

@@ -197,8 +197,7 @@ class DecodeGraph(CapturedStep):
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
     """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time, in pieces of about one length (a short
     rest would cost a pass over the weights): what the last one gave. What the GPU cannot hold is read again in halves,
-    if ``cache`` (of ours) can forget it; else OutOfMemoryError goes on.
-    """
+    if ``cache`` (of ours) can forget it; else OutOfMemoryError goes on."""
     begin, found = 0, None
     size = -(-length // -(-length // size))
     while begin < length:
@@ -222,8 +221,7 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
 def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[Any, int | None]]:
     """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``: the cache to write with, and
     positions that one pass may read; None each: transformers' own, and all. InsufficientMemory: so many rows do not
-    fit.
-    """
+    fit."""
     engine = offload_of(model)
     cache, chunk = None, None
     if isinstance(engine, Offload) and engine.weights.frozen and engine.device.type == "cuda":
@@ -241,8 +239,7 @@ def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[An
             packed = [each for each in model.modules() if isinstance(each, StoredFP4Linear)]
             # The largest packed linear's weight while many rows are multiplied by it.
             unpacked = max((each.in_features * each.out_features * each.dtype.itemsize for each in packed), default=0)
-            a_token = token_bytes(model.config, dtype.itemsize)
-            budget = divide_level0(free, sizes, shape, a_token, workspace, unpacked)
+            budget = divide_level0(free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace, unpacked)
             engine.weights.rebudget(budget.weight_bytes)
             cache, chunk = StackedCache(engine.stack, shape, budget.cached_layers), budget.chunk
     try:

@@ -88,7 +88,9 @@ class StreamedStep(CapturedStep):
         self._loaded: deque[tuple[Group, Transfer]] = deque()  # from a load's begin until what reads it is queued
         self._held = held = engine.weights.hold()
         try:
-            self._cycle = _in_order([group for group in engine.groups if group not in held])
+            ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
+            self._cycle = [group for group in engine.groups if group not in held]
+            self._cycle.sort(key=lambda group: ends.get(_owner(group)) or int(_owner(group).removeprefix(LAYER)))
             self._slot_of = _places(self._cycle)
             largest = max((group.num_bytes for group in self._cycle), default=0)
             for number in range(min(WEIGHT_PLACES, len(self._cycle))):
@@ -109,7 +111,6 @@ class StreamedStep(CapturedStep):
         cache.at_close.callback(self._close)
 
     def _cut(self, twin: Decoder) -> list[Stretch]:
-        """The model's stages, in one stretch as far as nothing passes."""
         trunk, steady = twin.model, self._steady
         stages: list[tuple[str, Callable[[Any], Any]]] = [
             ("model.embed_tokens", lambda ids_B1: (None, trunk.embed_tokens(ids_B1)))
@@ -128,7 +129,6 @@ class StreamedStep(CapturedStep):
         return cut
 
     def _before(self, stretch: Stretch) -> None:
-        """Let the computing stream, or without one the host, wait for the stretch's groups."""
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
         for number, group in enumerate(stretch.passing):
             loaded, transfer = self._loaded[number]
@@ -175,15 +175,8 @@ def _owner(group: Group) -> str:
     return name.rpartition(".")[0]
 
 
-def _in_order(groups: list[Group]) -> list[Group]:
-    """Groups in the order in which a step needs them."""
-    ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
-    return sorted(groups, key=lambda group: ends.get(_owner(group)) or int(_owner(group).removeprefix(LAYER)))
-
-
 def _places(cycle: list[Group]) -> dict[int, int]:
-    """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have
-    different ones."""
+    """Each group's place, by index: in turn, so that neighbours (the last and the first too) have different ones."""
     slots = {group.index: number % WEIGHT_PLACES for number, group in enumerate(cycle)}
     if len(cycle) > WEIGHT_PLACES and len(cycle) % WEIGHT_PLACES == 1:
         slots[cycle[-1].index] = 1
@@ -191,7 +184,6 @@ def _places(cycle: list[Group]) -> dict[int, int]:
 
 
 def _fill(twin: Decoder, model: nn.Module, group: Group, buffer: Tensor) -> None:
-    """Let the twin's parameters of ``group`` be views of ``buffer``."""
     parts: dict[str, Tensor] = {}
     for slot in group.slots:
         stored = stored_part(model, slot.name)

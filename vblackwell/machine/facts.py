@@ -4,6 +4,7 @@ They are read from /proc, /sys, the file system and NVML, which the driver bring
 and works where torch cannot use them, which is when a list with reasons is needed most.
 """
 
+import ctypes
 import os
 import re
 import warnings
@@ -15,6 +16,8 @@ import psutil
 import torch
 
 from vblackwell.errors import ConfigurationError
+
+RAM_BACKED = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # by the magic number of statfs
 
 
 def choose_cpu_kernels() -> None:
@@ -45,7 +48,7 @@ class DiskFacts:
     @property
     def ram_backed(self) -> bool:
         """Whether files there are RAM in disguise (tmpfs)."""
-        return self.file_system in ("tmpfs", "ramfs", "devtmpfs")
+        return self.file_system in RAM_BACKED.values()
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,12 @@ def disk_facts(path: str | os.PathLike[str]) -> DiskFacts:
     except OSError as error:
         wrong = f"disk path {os.fspath(path)}: {error.strerror}"
         raise ConfigurationError(f"{wrong}; give an existing directory on a disk") from error
-    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    system = next((mounts[at] for at in map(str, (place, *place.parents)) if at in mounts), "unknown")
+    buffer = (ctypes.c_long * 64)()
+    ctypes.CDLL(None).statfs(os.fsencode(place), buffer)
+    system = RAM_BACKED.get(buffer[0] & 0xFFFFFFFF)  # what is mounted outside a chroot is in no table
+    if system is None:
+        mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+        system = next((mounts[at] for at in map(str, (place, *place.parents)) if at in mounts), "unknown")
     return DiskFacts(Path(path), free, system)
 
 

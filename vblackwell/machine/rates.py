@@ -104,7 +104,6 @@ def kept_disk(path: str) -> tuple[float, float] | None:
 
 
 def _disk_file(path: str) -> Path:
-    """Named by what tells the disk at ``path`` from others."""
     mount = Path(path).resolve()
     while not os.path.ismount(mount):
         mount = mount.parent
@@ -120,7 +119,6 @@ def _folder() -> Path:
 
 
 def _all_kept() -> Iterator[tuple[str, Rates]]:
-    """GPUs' names and their rates; files that hold neither are passed over."""
     for path in sorted(_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             values = json.loads(path.read_text(encoding="utf-8"))

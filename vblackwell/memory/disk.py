@@ -204,8 +204,7 @@ class DiskLevel(Level):
     def _start(self, run: Any, extent: Extent, tensor: torch.Tensor) -> Transfer:
         assert tensor.nbytes <= extent.num_bytes
         ready = [stream.record_event() for stream in working_streams(tensor.device)] if tensor.is_cuda else []
-        starts = range(0, tensor.nbytes, self._piece_bytes)
-        boxes = [[tensor[start : start + self._piece_bytes]] for start in starts]
+        boxes = [[tensor[at : at + self._piece_bytes]] for at in range(0, tensor.nbytes, self._piece_bytes)]
         futures = [self._threads.submit(run, extent, index, box, ready) for index, box in enumerate(boxes)]
         return FutureTransfer(futures, keep=(tensor,))
 

@@ -44,8 +44,7 @@ class _Mapping(mmap.mmap):
 def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
     """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones), which lie
     on ``numa_node`` (by first touch), are registered with CUDA (``pin``; where the system refuses, it stays pageable),
-    and live as long as any tensor that views them. Raises InsufficientMemory.
-    """
+    and live as long as any tensor that views them. Raises InsufficientMemory."""
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0
     try:
@@ -77,8 +76,7 @@ def _fault_in(address: int, size: int, numa_node: int | None) -> None:
 
 
 def _touch(address: int, size: int) -> None:
-    libc = ctypes.CDLL(None)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
         ctypes.memset(address, 0, size)  # an older kernel; fresh pages are zero anyway
 
 

@@ -44,8 +44,7 @@ Clock = Callable[[], tuple[float | None, float] | None]
 class Transfer:
     """An asynchronous copy that has been started, and keeps what it copies alive until it has been waited for on the
     host. It raises its error on every wait, when none of its parts is being copied any more. ``clock`` tells how long
-    it took, None where that is not measured.
-    """
+    it took, None where that is not measured."""
 
     clock: Clock | None = None
     _keep: Sequence[Any] = ()  # what is copied
@@ -181,8 +180,7 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
         return DoneTransfer(time.perf_counter() - start)
     step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
     pieces = ([dst[at : at + step], src[at : at + step]] for at in range(0, src.nbytes, step))
-    futures = [pool.submit(_move, piece) for piece in pieces]
-    return FutureTransfer(futures, keep=(dst, src))
+    return FutureTransfer([pool.submit(_move, piece) for piece in pieces], keep=(dst, src))
 
 
 def _move(pair: list[torch.Tensor]) -> None:

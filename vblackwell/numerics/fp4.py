@@ -144,7 +144,6 @@ def _tensor_scale(amax: Sequence[Tensor], form: Format, scale_search: str) -> Te
 
 
 def _exponent(tensor_scale: Tensor, form: Format) -> int:
-    """floor(log2 tensor_scale); 0 for formats without one."""
     return math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
 
 

@@ -59,7 +59,6 @@ class _Best:
         return cls(torch.zeros_like(error, dtype=torch.int64), error, torch.zeros_like(error, dtype=torch.bool))
 
     def offer(self, code: Tensor, error: Tensor) -> None:
-        """Takes ``code`` where it errs less, or as much with a smaller code."""
         near = (error <= self.error * (1 + _CLOSE)) & (code != self.code)
         clear = error < self.error * (1 - _CLOSE)
         self.contested = (self.contested | near) & ~clear

@@ -195,7 +195,6 @@ class Offload:
         return group in self._slice_rows
 
     def slots(self) -> Iterator[Slot]:
-        """Every managed parameter, in the model's order."""
         for group in self.groups:
             yield from group.slots
 
@@ -398,7 +397,6 @@ class Offload:
         self.step_control.source = optimizer
 
     def optimizers(self) -> list[Any]:
-        """Those that have this model's parameters."""
         return [] if self.step_control.source is None else [self.step_control.source]
 
     def forget_optimizer(self) -> None:

@@ -143,7 +143,6 @@ class VGPUAdamW(torch.optim.AdamW):
             self._adopt(self.param_groups[-1])
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        """Let the models that hold the group's parameters make its states."""
         fresh: dict[Offload, list[Slot]] = {}
         residents: dict[Resident, list[Tensor]] = {}
         for param in group["params"]:
@@ -241,7 +240,6 @@ class VGPUAdamW(torch.optim.AdamW):
 
     @contextmanager
     def _without(self, params: Collection[Tensor]) -> Iterator[None]:
-        """Inside, torch's own methods do not meet ``params``."""
         before = [(group, group["params"]) for group in self.param_groups]
         try:
             if params:

@@ -14,7 +14,6 @@ import torch
 import torch._functorch.eager_transforms as eager_transforms
 import torch._functorch.vmap as vmap
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.layout.groups import Group, Slot
@@ -60,6 +59,24 @@ def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and name not in _NOT_MUTATING
 
 
+def _flatten(value: Any) -> Iterator[Any]:
+    """What is in lists, tuples and dicts, and children of these, which torch's tree functions take for leaves."""
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        mapped = [_map_tensors(item, change) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    return change(value) if isinstance(value, Tensor) else value
+
+
 def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], object]) -> Any:
     """What ``func`` gave, with every tensor for which ``is_alias`` holds made read-only, and every array."""
     if func in _TO_NUMPY:  # numpy would write through it, and nothing could see it
@@ -72,7 +89,7 @@ def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], 
         view._vb_binding = binding
         return view
 
-    return result if isinstance(result, torch.Size) else tree_map_only(Tensor, guard, result)  # it would be a tuple
+    return _map_tensors(result, guard)
 
 
 class ReadOnlyView(Tensor):
@@ -83,9 +100,9 @@ class ReadOnlyView(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        views = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ReadOnlyView)]
+        views = [item for item in _flatten((args, kwargs)) if isinstance(item, ReadOnlyView)]
         target = kwargs.get("out", args[0] if args else None)
-        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in tree_leaves(target)):
+        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
             raise StaleTensor(
                 f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
                 "parameter itself (under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
@@ -118,7 +135,7 @@ class OffloadedParameter(nn.Parameter):
                 return exported
         if func is _T.copy_ and first is not None and first._vb_binding.overwrite(first._vb_slot, args[1]):
             return first
-        found = tree_leaves((args, kwargs))
+        found = list(_flatten((args, kwargs)))
         if any(isinstance(item, OffloadedGradient) for item in found):
             return OffloadedGradient.__torch_function__(func, types, args, kwargs)
         managed = [item for item in found if type(item) is OffloadedParameter]
@@ -133,8 +150,7 @@ class OffloadedParameter(nn.Parameter):
                 stack.enter_context(binding.reading(slots))
             if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given: views keep bytes
                 ours = set(map(id, managed))
-                given = (args, kwargs)
-                args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in ours else x, given)
+                args, kwargs = _map_tensors((args, kwargs), lambda x: x.view_as(x) if id(x) in ours else x)
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
             for binding in by_binding:
                 result = _guarded(func, result, binding, binding.weights.find)
@@ -359,7 +375,7 @@ class OffloadedGradient(Tensor):
                     return first
                 if func is _T.cpu and not rest:
                     return control.read_gradient(slot)
-        known = [item._vb_slot.name for item in tree_leaves((args, kwargs)) if isinstance(item, OffloadedGradient)]
+        known = [item._vb_slot.name for item in _flatten((args, kwargs)) if isinstance(item, OffloadedGradient)]
         raise Unsupported(
             f"{getattr(func, '__name__', func)} on the gradient of "
             f"{repr(known[0]) if known else 'an offloaded parameter'}, which has left level 0 for "

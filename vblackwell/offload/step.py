@@ -82,7 +82,6 @@ class StepControl(Mover):
             self.level0.expect_backward()
 
     def take_gradient(self, slot: Slot) -> None:
-        """Autograd has made ``slot``'s gradient."""
         self.before_gradient(slot.group)
         whole = self.gradients.take(slot)
         if whole is not None:
@@ -159,7 +158,7 @@ class StepControl(Mover):
             try:
                 early.reads_until = place.queue(group, jobs, gradient, None, shadows)
             except BaseException:
-                place.shadows.give_back(shadows or {})
+                (place.shadows.give_up if place is self.host_updates else place.shadows.give_back)(shadows or {})
                 raise
             state.early = early
             state.to(Phase.EARLY)
@@ -234,6 +233,7 @@ class StepControl(Mover):
     def unpack(self, packed: PackedView) -> Tensor:
         """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was changed since."""
         self.order_loads(packed.group)
+        self.weights.check(packed)  # before anything is loaded for it
         self._use(packed.group)
         tensor = self.weights.unpack(packed)
         self._prefetch_upcoming()
@@ -245,13 +245,11 @@ class StepControl(Mover):
         if weights.is_loaded(group):
             return True
         # Where an update is on its way, a load would wait for it, or undo it.
-        if state.phase is Phase.EARLY or self._places[group].is_busy(group) or not weights.free_for(group):
+        if state.phase is Phase.EARLY or self._places[group].is_busy(group):
             return False
-        self.order_loads(group)
-        return weights.is_loaded(group) or weights.load_ahead(group)  # by an update that was due, or here
+        return weights.load_ahead(group, self.order_loads)
 
     def _use(self, group: Group) -> None:
-        """Have ``group`` on level 0, arrived."""
         self.weights.use(group)
         state = self._states[group]
         if state.loaded is None or state.phase in (Phase.EARLY, Phase.DUE):  # not the last step's, or not for long
@@ -286,13 +284,11 @@ class StepControl(Mover):
         self.scale_stored()
 
     def gradient_norm(self, slot: Slot) -> Tensor:
-        """The 2-norm of a gradient, an fp32 scalar."""
         self._arrive()
         self.gradients.measure([slot.group])
         return self.gradients.norm(slot)
 
     def read_gradient(self, slot: Slot) -> Tensor:
-        """A copy of a gradient on the CPU."""
         self._arrive()
         return self._worker.submit(self.gradients.read, slot, group=slot.group.index).result()
 
@@ -308,7 +304,8 @@ class StepControl(Mover):
         for slot in slots:
             by_group[slot.group].append(slot)
         for group, held in by_group.items():
-            self._places[group].wait(group)  # an update whose step came may still read what is about to change
+            if factor is not None or self._places[group] is self.level0:  # else the worker's order is enough
+                self._places[group].wait(group)  # an update whose step came may still read what is about to change
             self.gradients.scale_later(group, held, factor)
 
     def scale_stored(self, *groups: Group) -> None:
@@ -321,7 +318,6 @@ class StepControl(Mover):
                 self._scale(filter(self.gradients.has, held), factor)
 
     def clear_gradients(self, slots: list[Slot], *, to_zero: bool = False) -> None:
-        """Forget gradients, or make them zero."""
         self.roll_back()
         self.finish_backward()
         if to_zero:

@@ -42,8 +42,7 @@ ANY_RATES = assumed_rates(find_gpu("H200"))  # for bytes alone
 @dataclass(frozen=True)
 class Machine:
     """What a run may take and how fast it is. ``undo``: updates can be rolled back, as the trainer's can; ``may_clip``:
-    steps may clip; ``disk``: asked for the disk level's bytes/s where a choice uses one (None: those of ``rates``).
-    """
+    steps may clip; ``disk``: asked for the disk level's bytes/s where a choice uses one (None: those of ``rates``)."""
 
     bounds: Bounds
     rates: Rates
@@ -103,7 +102,6 @@ class Forecast:
         return self.traces[key]
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
-        """Of a micro-batch's phases, while the CPU updates for ``updates`` seconds."""
         work = (*self.trace(*choice).work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 
@@ -276,7 +274,6 @@ class Forecast:
         return sum(count * 2 > max(counts) for count in counts)
 
     def _input_bytes(self, choice: Choice) -> int:
-        """Of a block's input: tokens by hidden size, in the compute type."""
         model: nn.Module = self.model(choice.checkpointing)
         config = getattr(model, "config", None)
         hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
@@ -288,8 +285,7 @@ class Forecast:
 
 def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:
     """Most bytes of activations, logits, workspace and gradients, ``widened`` times as wide as they were traced, at one
-    time. ``held``: earlier micro-batches' gradients are there all the time.
-    """
+    time. ``held``: earlier micro-batches' gradients are there all the time."""
     steps = 1 + max((step for _, step, _ in trace.marks), default=0)
     width = {"weights": 0, "optimizer": 0, "gradients": 0 if held else widened}
     sizes = [int(size * width.get(of, 1)) for size, of in zip(trace.sizes, trace.categories, strict=True)]
@@ -299,8 +295,7 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
 @dataclass(frozen=True)
 class OffloadEstimate:
     """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and
-    workspace (``step``), of what is reserved beyond both, of RAM, of disk; its speed, where the card's is known.
-    """
+    workspace (``step``), of what is reserved beyond both, of RAM, of disk; its speed, where the card's is known."""
 
     level0: int = 0
     host: int = 0
@@ -348,8 +343,7 @@ def estimate_offload(
 
 def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForecast) -> int:
     """What segments hold beyond a streamed run's step and the groups that come and go: five small decoders on an H200
-    reserved 7 % more to 7 % less than with this, 5 to 13 % more than without.
-    """
+    reserved 7 % more to 7 % less than with this, 5 to 13 % more than without."""
     expandable = forecast.run.expandable
     alone = part_of(trace, NOT_STATE, outside="optimizer")
     holes = replay(alone, None, expandable).peak_reserved - alone.peak(trace.sizes)

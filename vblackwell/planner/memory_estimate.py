@@ -162,8 +162,7 @@ def peak_of(trace: Trace, categories: Sequence[str], outside: str | None = None)
 
 class Batches:
     """Traces of one model at any batch size, from few real ones (``trace_at``): where two neighbouring batches have the
-    same events, sizes are taken to be affine in the batch; as not all are, what `largest` finds is traced for real.
-    """
+    same events, sizes are taken to be affine in the batch; as not all are, what `largest` finds is traced for real."""
 
     def __init__(self, trace_at: Callable[[int], Trace]) -> None:
         self.real = functools.cache(trace_at)
@@ -195,7 +194,6 @@ class Batches:
         return low
 
     def _guess(self, is_ok: Callable[[int, Trace], bool], low: int, high: int) -> int:
-        """Strictly between the two, by expected traces."""
         start, step = low, 1
         while low + step < high and is_ok(low + step, self.at(low + step)):
             low, step = low + step, step * 2
@@ -212,8 +210,7 @@ ABOVE = 1.02  # of what lies below level 0: places are multiples of pages
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder and its batch. ``intermediate_size``: of the feed-forward; None: 8/3 of ``hidden_size``, rounded up to
-    64, as Llama's. Raises ConfigurationError for a size below 1, or a batch beyond any GPU.
-    """
+    64, as Llama's. Raises ConfigurationError for a size below 1, or a batch beyond any GPU."""
 
     vocab_size: int = 50257
     hidden_size: int = 768

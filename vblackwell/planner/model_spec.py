@@ -41,8 +41,7 @@ def check_batch(batch_size: int, seq_length: int) -> None:
 @dataclass(frozen=True)
 class ModelSpec:
     """A model to be estimated: how it is built on meta, the size of its vocabulary, and its loss of a batch. ``make``:
-    makes it with its bytes (None: nobody knows how). ``note``: why ``build`` is not what one would expect.
-    """
+    makes it with its bytes (None: nobody knows how). ``note``: why ``build`` is not what one would expect."""
 
     name: str
     build: Callable[[torch.dtype], nn.Module]
@@ -81,8 +80,7 @@ def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
 
 def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec:
     """The causal model that a config.json's ``fields`` describe; ``source`` is its name in errors. Raises
-    ConfigurationError where there is no vocabulary, or learned positions end before ``seq_length``.
-    """
+    ConfigurationError where there is no vocabulary, or learned positions end before ``seq_length``."""
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
         raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")

@@ -194,8 +194,7 @@ def make_plan(
 ) -> Plan:
     """Predict ``choices`` (each with its sizes filled in, or what it lacks), those first that could be the fastest by
     the token, and leave out those that cannot be: no prediction may be below ``least_seconds``, by arithmetic, a token.
-    Raises InsufficientMemory, with what the nearest lacks, where none fits.
-    """
+    Raises InsufficientMemory, with what the nearest lacks, where none fits."""
     found: list[tuple[Choice, Prediction]] = []
     rejected: list[tuple[Choice, Lacking]] = []
     pruned, best = 0, float("inf")
@@ -219,16 +218,13 @@ def make_plan(
 
     def taken(each: tuple[Choice, Prediction]) -> tuple[float, ...]:
         choice, prediction = each
-        streamed = choice.placement != "resident"
-        return streamed, choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
+        return choice.placement != "resident", choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
 
     chosen = min((each for each in found if each[1].token_seconds <= best * ALIKE), key=taken)
-    others = tuple(each for each in found if each is not chosen)
-    return Plan(*chosen, others, tuple(rejected), pruned, bounds, rates)
+    return Plan(*chosen, tuple(each for each in found if each is not chosen), tuple(rejected), pruned, bounds, rates)
 
 
 def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, Lacking]]:
-    """One of each kind of choice, what lacks least first."""
     kept: dict[Any, tuple[Choice, Lacking]] = {}
     for choice, lacking in sorted(rejected, key=lambda each: each[1].num_bytes or float("inf")):
         kind = (choice.placement, choice.batch_size, choice.checkpointing, choice.states)

@@ -33,8 +33,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 @dataclass(frozen=True)
 class Link:
     """A GPU's port to its peers, each way. By default as copies over an H200's link (64 KiB took 19 us, the bytes alone
-    1.2), and PCIe 4.0 x16 at the share of its nominal rate that they reach.
-    """
+    1.2), and PCIe 4.0 x16 at the share of its nominal rate that they reach."""
 
     latency_seconds: float = 10e-6
     bytes_per_second: float = 0.87 * 31.5e9

@@ -48,8 +48,7 @@ TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest,
 @dataclass(frozen=True)
 class Fit:
     """A model that a machine has room for: ``how`` is where things are, in words; ``resident``: nothing passes over the
-    link for lack of room; bytes of ``gpu``, ``host``, ``disk`` without the CUDA context.
-    """
+    link for lack of room; bytes of ``gpu``, ``host``, ``disk`` without the CUDA context."""
 
     task: str
     model: str

@@ -61,8 +61,10 @@ def tracing(
         say(f"--profile: the run was shorter than the {needed} steps that a trace needs; none was written")
 
 
+AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward; the lane's next name, the program's, hides it
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
 COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on the GPU", "PtoP": "GPU to GPU"}
+ORDER = "kernels", "host to GPU", "GPU to host", "updates", "GPU to GPU", "copies on the GPU"
 
 
 def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
@@ -78,17 +80,18 @@ def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
-    """Put names of streams and ``threads`` into a trace in Chrome's format."""
+    """Put names and an order for streams and ``threads`` into a trace in Chrome's format."""
     events: list[dict[str, Any]] = trace["traceEvents"]
-    names = {lane: f"{role} (stream {lane[1]})" for lane, role in stream_roles(events).items()}
-    # How torch calls the threads of its backward; the lane's next name, the program's, hides it.
-    backward = {e["tid"] for e in events if e.get("name") == "thread_name" and "pt_autograd" in e["args"]["name"]}
+    names = {lane: (f"{role} (stream {lane[1]})", ORDER.index(role)) for lane, role in stream_roles(events).items()}
+    backward = {e["tid"] for e in events if e.get("name") == "thread_name" and AUTOGRAD in e["args"]["name"]}
     threads = {**dict.fromkeys(backward, "backward"), **threads}
     for event in events:
         lane, thread = (event.get("pid"), event.get("tid")), threads.get(event.get("tid", -1))
         if event.get("ph") == "X" and lane not in names and thread is not None:
-            names[lane] = f"{thread} (thread {lane[1]})"
-    kept = [e for e in events if e.get("name") != "thread_name" or (e.get("pid"), e.get("tid")) not in names]
-    for (pid, tid), name in names.items():
-        kept.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}})
+            names[lane] = f"{thread} (thread {lane[1]})", int(thread != "MainThread")
+    told = "thread_name", "thread_sort_index"
+    kept = [e for e in events if e.get("name") not in told or (e.get("pid"), e.get("tid")) not in names]
+    for (pid, tid), (name, order) in names.items():
+        for kind, args in zip(told, ({"name": name}, {"sort_index": order}), strict=True):
+            kept.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
     trace["traceEvents"] = kept

@@ -112,3 +112,10 @@ def test_a_large_linear_without_a_weight_of_its_own_is_left_alone():
     found = find_linears(model, "large")
     assert found["0"] is not None and "hooks" in found["0"]
     assert found["1"] is None and found["2"] == f"smaller than {LARGE_ELEMENTS} elements"
+
+
+def test_a_linear_whose_weight_is_none_has_no_size():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = None
+    assert find_linears(model, "^0$")["0"] is None
+    assert find_linears(model, "large")["0"] == f"smaller than {LARGE_ELEMENTS} elements"

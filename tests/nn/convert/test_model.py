@@ -174,18 +174,27 @@ def test_experts_train_straight_through():
     assert "no packed form" in str(convert(build("mixtral"), pack=True))
 
 
-def test_linears_of_a_sequential_come_back():
+def test_activations_go_into_epilogues():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(approximate="tanh"), nn.Linear(32, 4))
     x, plain = torch.randn(3, 8), copy.deepcopy(model)
     done = convert(model, format="int8")
-    assert done.replaced == {"linear": ["0", "2", "4"]}
+    assert done.replaced == {"linear": ["0", "2", "4"], "activation": ["1"]}
+    assert model[0].activation == "gelu" and isinstance(model[1], nn.Identity)
     rounded = functional.gelu(
         functional.linear(x, quantize(plain[0].weight, "int8", "max").dequantize(), plain[0].bias)
     )
     torch.testing.assert_close(model[1](model[0](x)), rounded, rtol=1e-5, atol=1e-6)  # sums of eight
     done.undo()
-    assert torch.equal(model(x), plain(x)) and type(model[0]) is nn.Linear
+    assert torch.equal(model(x), plain(x)) and type(model[1]) is nn.GELU
+
+
+def test_activations_with_hooks_stay():
+    for hook in ("register_forward_hook", "register_full_backward_hook"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        getattr(model[1], hook)(lambda *args: None)
+        convert(model)
+        assert type(model[1]) is nn.GELU, hook
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2", "qwen3"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.nn.convert.test_causal_lm import build
@@ -112,6 +113,17 @@ def test_the_attention_that_runs_is_known():
     request = training_request(heads, 16, torch.float32, CPU)
     with attention_backends(use_flash_attn=True, deterministic=False):
         assert chosen_backend(request) == "flash"
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(Unsupported, match="--use-flash-attn: no fused"):
+        chosen_backend(request)
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    devices = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **how: devices.append(device))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **how: SDPBackend.FLASH_ATTENTION.value)
+    request = training_request((2, 2, 16), 16, torch.float32, CPU)._replace(device="cuda")
+    assert [chosen_backend(request._replace(gpu=gpu)) for gpu in (None, 1)] == ["flash"] * 2
+    assert devices == [torch.device("cuda")] * 2 + [torch.device("cuda", 1)] * 2
 
 
 def test_the_fused_attention_of_a_run_and_why_there_is_none(monkeypatch):

@@ -1,5 +1,8 @@
 """The decoder is Hugging Face's Llama: same names, same bits in fp32, same decoding with a cache."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -11,6 +14,7 @@ from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import save_model
 from vblackwell.folders.tensor_file import spec_of
 from vblackwell.generate.load import load_model
+from vblackwell.generate.quantized import Packing
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -89,6 +93,24 @@ def test_folder_comes_back_as_the_same_decoder(tmp_path):
         assert name == other and torch.equal(ours, theirs)
     half = load_model(tmp_path / "model", dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("held", "said"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_decoder_opens_in_the_type_of_its_files(held, said, tmp_path):
+    model = Decoder(config(), seed=3, dtype=getattr(torch, held))
+    file = save(model, tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": said, "torch_dtype": said}))
+    loaded, state = load_model(file.parent), model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    assert {p.dtype for p in loaded.parameters()} == {model.lm_head.weight.dtype}
+    packed = load_model(file.parent, packing=Packing()).layers[0].mlp.up_proj.packed
+    assert packed.dtype == model.lm_head.weight.dtype
+
+
+def test_a_shape_may_be_of_numpys_integers():
+    assert config(hidden_size=np.int64(64), num_layers=np.int32(3)) == config()
+    with pytest.raises(ConfigurationError, match="num_layers is"):
+        config(num_layers=np.int64(0))
 
 
 def test_a_folder_of_transformers_loads(tmp_path):

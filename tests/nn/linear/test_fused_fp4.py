@@ -292,7 +292,7 @@ def test_from_linear_shares_parameters_and_from_packed_needs_none():
     layer = FusedFP4Linear.from_linear(linear, activation="relu")
     assert layer.weight is linear.weight and layer.bias is linear.bias and not layer.training
     packed = quantize(linear.weight, "mxfp4")
-    loaded = FusedFP4Linear.from_packed(packed, linear.bias.detach(), activation="relu")
+    loaded = FusedFP4Linear.from_packed(packed, linear.bias.detach(), "relu")
     assert torch.equal(loaded(x), FusedFP4Linear.from_linear(linear, activation="relu", format="mxfp4").quantize()(x))
     assert not loaded.bias.requires_grad
     with pytest.raises(ConfigurationError, match="N, K"):

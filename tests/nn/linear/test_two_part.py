@@ -60,6 +60,19 @@ def test_replacement_keeps_parameters_ties_dtypes_and_names(capsys):
     )
 
 
+def test_large_layers_are_named(capsys):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(4096, 4096))
+    vb.enable_vb_optimization(model, verbose=True)
+    assert capsys.readouterr().err.splitlines()[1:] == ["  2 of 2: 1 4096x4096, 64.0 MiB"]
+
+
+def test_a_layer_of_packed_parts_is_for_inference():
+    packed = VBOptimizedLinear(32, 8).quantize().packed
+    assert VBOptimizedLinear.from_packed(packed).settings.mode == "inference"
+    assert VBOptimizedLinear.from_packed(packed, None, "auto").settings.mode == "auto"
+
+
 def test_start_costs_no_work():
     """62 layers and 36 M parameters take no tensor work at all:
     nothing is copied, cached or rounded before the first forward.

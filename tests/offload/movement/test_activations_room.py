@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.movement import activations
@@ -89,3 +92,19 @@ def test_spare_shadows_make_room_for_a_larger_batch():
         found = train(copy.deepcopy(model), stack, batches, "host")
     with levels(20) as stack:
         assert torch.equal(found, train(copy.deepcopy(model), stack, batches, "host"))
+
+
+def test_copies_of_dead_graphs_are_let_go_in_any_order_and_stop_nobody():
+    with levels(2) as stack:
+        store = activations.ActivationStore(stack)
+        held, ends = [torch.ones(8) for _ in range(3)], [Future() for _ in range(3)]
+        alive = [weakref.ref(tensor) for tensor in held]
+        store._in_flight += [FutureTransfer([end], keep=(tensor,)) for end, tensor in zip(ends, held, strict=True)]
+        held.clear()
+        ends[1].set_result(None)
+        ends[2].set_exception(OSError("the disk said no"))
+        store.pack(torch.ones(4))
+        assert [ref() is not None for ref in alive] == [True, False, False]
+        ends[0].set_result(None)
+        store.pack(torch.ones(4))
+        assert alive[0]() is None

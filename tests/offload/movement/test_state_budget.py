@@ -71,3 +71,21 @@ def test_who_finds_no_room_on_another_level_says_so(make_stack: MakeStack):
 
     with pytest.raises(InsufficientMemory, match="host memory is full"):
         budget.reserve("wanted", 128 << 10, leave)
+
+
+def test_a_model_may_be_enabled_while_others_are_asked_to_give_way(make_stack: MakeStack):
+    """Another thread may, while this one waits for what a model of the stack has under way."""
+    stack = make_stack(64 << 10)
+    storage: Any = SimpleNamespace(take=stack.reserve)
+    budgets = [Level0Budget(stack, storage) for _ in range(3)]
+    come = list[Level0Budget]()
+
+    def enable() -> bool:
+        come.append(Level0Budget(stack, storage))
+        return False
+
+    for budget in budgets:
+        budget.drop_weights = enable
+    assert not budgets[0].free_any() and len(come) == 2
+    Level0Budget.drop_idle_weights(stack)
+    assert len(come) == 5

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import Group
@@ -127,3 +128,32 @@ def test_groups_of_one_size_stay_evenly():
     groups = [group_of(index, 512) for index in range(12)]
     chosen = sorted(group.index for group in groups_that_stay(groups, 512 * (WEIGHT_PLACES + 4)))
     assert [later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)] == [3, 3, 3]
+
+
+@pytest.fixture
+def trained(make_stack):
+    model = Chain()
+    enable_vgpu_stack_optimization(model, make_stack(5 * LAYER_BYTES), placement="streamed")
+    return model, offload_of(model)
+
+
+def test_a_load_ahead_that_finds_no_memory_for_an_update_is_left_out(trained, monkeypatch):
+    """An update that is due is queued before the load, and may need memory too."""
+    model, engine = trained
+
+    def full(group: Group) -> None:
+        raise InsufficientMemory("host memory is full", needed_bytes=1, available_bytes=0)
+
+    monkeypatch.setattr(engine.step_control, "order_loads", full)
+    assert not engine.step_control.prefetch(engine.groups[0])
+
+
+def test_what_backward_is_refused_is_not_loaded_for_it(trained):
+    model, engine = trained
+    loss = model(torch.randn(3, WIDTH)).sum()
+    with torch.no_grad():
+        model.layers[-1].weight.mul_(2)
+    engine.weights.drop_all()
+    with pytest.raises(StaleTensor, match="changed since"):
+        loss.backward()
+    assert not any(map(engine.weights.is_loaded, engine.groups))

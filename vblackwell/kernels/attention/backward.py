@@ -5,9 +5,7 @@ algorithm 2). Probabilities are computed anew in both, so gradients need no atom
 dout), and -lse in units of the products.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

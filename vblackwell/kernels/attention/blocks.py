@@ -6,9 +6,8 @@ it. Broadcast dimensions are never expanded.
 partial, bounds counted in. ``collect_tiles`` lists the tiles of each line and ``order_lines`` sorts the lines.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from collections import namedtuple
 from typing import NamedTuple

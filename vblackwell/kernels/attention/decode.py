@@ -16,8 +16,7 @@ MAX_QUERIES = 16  # query heads that share a key head
 
 def decode_attention(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Tensor) -> Tensor:
     """What each query gathers from positions 0 to ``position_1``, (B, N, H). Raises ConfigurationError for heads that
-    do not share key heads evenly, or more than 16 a key head.
-    """
+    do not share key heads evenly, or more than 16 a key head."""
     heads, kv_heads = q_BNH.shape[1], keys_BKTH.shape[1]
     if heads % kv_heads or heads // kv_heads > MAX_QUERIES:
         raise ConfigurationError(f"{heads} query heads over {kv_heads} key heads: it takes 1 to {MAX_QUERIES} for each")

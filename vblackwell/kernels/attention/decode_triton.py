@@ -4,8 +4,7 @@ Keys and values of a few dozen positions go through tensor cores against the que
 How many parts there are depends on sizes alone, so a graph holds for every length; parts beyond it read nothing.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import math
 from typing import NamedTuple

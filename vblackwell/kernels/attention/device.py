@@ -5,9 +5,8 @@ A query i of a sequence stands at position i + offset among the keys; key j is v
 program knows of its head is one `Head`: Triton takes named tuples apart, so neither costs an instruction.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from collections import namedtuple
 from typing import NamedTuple

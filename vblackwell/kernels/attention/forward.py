@@ -5,9 +5,7 @@ see whole need no comparison; tiles on an edge (diagonal, window, end of the key
 tiles come from a list (blocks.py) that leaves the empty ones out.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

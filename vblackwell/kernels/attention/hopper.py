@@ -6,10 +6,9 @@ arXiv:2407.08608), and within a group the product of probabilities and values is
 lets waits be placed by hand. It has no interpreter: forward.py is what the CPU tests.
 """
 # What @gluon.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportInvalidTypeForm=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false
 
 import functools
 from collections import namedtuple

@@ -1,6 +1,6 @@
 """Launches of the attention kernels. Import it only where they run: triton takes half a second."""
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +160,7 @@ class _Call:
         self, kernel: Any, plan: AttentionPlan, more: list[tuple[Tensor, int]], outputs: Any, lse: Tensor
     ) -> None:
         """Run ``kernel`` over the heads and tiles of queries, or `key_gradient` of keys: it takes q, k, v and ``more``,
-        tensors and the rows of their tiles (0: always by address), ``outputs``, and then what all kernels take.
-        """
+        tensors and the rows of their tiles (0: always by address), ``outputs``, and then what all kernels take."""
         options, by_column = self.options, kernel is key_gradient
         mask, lists = self.read_mask(by_column), self.lists(plan, by_column)
         tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]

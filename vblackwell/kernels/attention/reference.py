@@ -68,8 +68,7 @@ def attention_reference(
         seen = (mask > float("-inf")) if seen is None else seen & (mask > float("-inf"))
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
-        # A row that sees nothing would be NaN, in backward too: it gets equal scores, and its probabilities are struck
-        # out.
+        # A row that sees nothing would be NaN, in backward too: it gets equal scores, no probability is kept.
         scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     p_BNST = scores.softmax(-1)
     if seen is not None:

@@ -12,8 +12,7 @@ SMALLEST_EXPONENT = -126
 
 def nvfp4_encoder(w_NK: Tensor, form: Format, scale_search: str, exponent: int) -> tuple[Tensor, Tensor] | None:
     """Codes (N, Kp / 2) and block scales (N, Kp / 16) as `quantize` makes them of finite weights and a tensor scale of
-    two to the power ``exponent``; None where the oracle has to.
-    """
+    two to the power ``exponent``; None where the oracle has to."""
     if (form.name, scale_search) != ("nvfp4", "mse") or not SMALLEST_EXPONENT <= exponent <= LARGEST_EXPONENT:
         return None
     if not runs_triton("nvfp4_encode", w_NK, 0):

@@ -6,8 +6,7 @@ blocks of the program are searched again in fp64, with the additions in the orac
 multiply-adds: the bits are the oracle's. ``tile`` makes the tiled layout (layout.py) from the canonical one.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import torch
 import triton

@@ -44,8 +44,7 @@ def run_mma(
     eps: float = 0.0,
 ) -> Tensor:
     """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. With ``gain_K``, of the type of x, K a
-    multiple of 8 and a weight in one part it takes the RMSNorm of the rows on the way; two parts take bf16 rows.
-    """
+    multiple of 8 and a weight in one part it takes the RMSNorm of the rows on the way; two parts take bf16 rows."""
     x_MK, k = aligned(x_MK)
     if k % 64:
         plan = replace(plan, chunk=0)

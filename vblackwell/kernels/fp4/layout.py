@@ -156,8 +156,7 @@ def live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
 
 def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int, int]:
     """(lowest, highest) E8M0 byte among mxfp4 blocks that hold a value, (127, 127) if none does, and the widest span of
-    a row. Waits for the device; raises Unsupported for NaN, or a span that the tiled layout does not hold.
-    """
+    a row. Waits for the device; raises Unsupported for NaN, or a span that the tiled layout does not hold."""
     if bool((block_scales == 0xFF).any()):
         raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
     low, top, span, band = 255, -1, 0, max(1, _BAND_ELEMENTS // codes.shape[1])
@@ -207,8 +206,7 @@ def from_tiled(
     codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of ``to_tiled``; blocks of value zero become plain zeros. mxfp4 gets the exponents that make its
-    tensor scale 1, which waits for the device.
-    """
+    tensor scale 1, which waits for the device."""
     form = FORMATS[canonical_name(format)]
     bands, steps = tiles(n, k)
     packed = _from_words(codes, WORD_FIELDS, n, form.padded(k))

@@ -47,8 +47,7 @@ def fake_gradient(dy: Tensor, *rest: Any) -> Tensor:
 
 def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
     """Make the decorated function of (x, so many tensors, bias or None, perhaps a format, activation, N, K) an op with
-    gradients in x and bias; ``input_gradient`` is of (dY, the weight's tensors, the format if there is one, N, K).
-    """
+    gradients in x and bias; ``input_gradient`` is of (dY, the weight's tensors, the format if there is one, N, K)."""
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
         x, *tensors = inputs[: 2 + weight_tensors]

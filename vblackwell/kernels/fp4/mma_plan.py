@@ -42,8 +42,7 @@ def has_clusters(capability: tuple[int, int]) -> bool:
 
 def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
     """Shared memory to ask for with clusters: where each of ``blocks`` can have a multiprocessor, so much that no two
-    of the next product, which begin while this one's run, share one and take up to twice as long.
-    """
+    of the next product, which begin while this one's run, share one and take up to twice as long."""
     return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
 
 
@@ -128,8 +127,7 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
     """x in bulk copies, for up to 16 rows: blocks of up to 16 warps, each with eight windows or more if there are so
     many, in one wave in which a multiprocessor has least to do; of equals those that split K, which halves what a block
-    stages of x, but for one row. Within 2.1 % of the fastest plan in 18 cells (docs/journal/fp4.md).
-    """
+    stages of x, but for one row. Within 2.1 % of the fastest plan in 18 cells (docs/journal/fp4.md)."""
     if timed := _TIMED.get((tokens, n, k)):
         return _with_x(MmaPlan(tokens, *timed, 4), k)
     preferred = 2 if tokens > 1 else 1
@@ -150,8 +148,7 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan for a shape, with or without clusters of blocks (sm_90), and x in ``bulk`` copies if it may. Without
     bulk copies one block of 12 to 16 warps a multiprocessor, from three rows on taller ones that split K, for less x to
-    stage. Without clusters blocks are smaller, to fit 99 KB of shared memory.
-    """
+    stage. Without clusters blocks are smaller, to fit 99 KB of shared memory."""
     tokens = min(1 << (m - 1).bit_length(), 16 if clusters else 32)
     windows = ceil_div(k, 64)
     if clusters and bulk and takes_bulk(k):

@@ -74,13 +74,11 @@ def fp4_norm_linear(
     k: int,
 ) -> Tensor:
     """``activation(rms_norm(x) W^T + bias)`` with a packed ``W``; not differentiable. ``gain_K`` is the norm's weight
-    in the type of ``x_MK``; the rest as in ``fp4_linear``.
-    """
+    in the type of ``x_MK``; the rest as in ``fp4_linear``."""
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     if gain_K.shape != (k,) or gain_K.dtype != x_MK.dtype:
         raise ConfigurationError(
             f"the norm's weight is {tuple(gain_K.shape)} {gain_K.dtype}, the input takes ({k},) {x_MK.dtype}"
         )
-    weight = (codes, block_scales, tensor_scale)
-    args = (gain_K, eps, weight, bias, format, activation, n, k)
+    args = (gain_K, eps, (codes, block_scales, tensor_scale), bias, format, activation, n, k)
     return run_rows("fp4_norm_linear", NORM_LINEAR, x_MK, format, n, k, *args)

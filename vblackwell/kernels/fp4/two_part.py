@@ -69,8 +69,7 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
     """Plans for weights of 2^25 elements and more, among the fastest on an H200 (docs/journal/runs.md): up to 8 rows
     two blocks of 8 warps, of which one computes while the other's sums meet; from 9 on one block of 16 warps and long
-    chunks of x, or all of it where blocks split K.
-    """
+    chunks of x, or all of it where blocks split K."""
     if base.tokens <= 8:
         shapes = [(rows, splits, ceil_div(n, 32 * rows) * splits) for splits in (1, 2) for rows in (1, 2, 4, 8)]
         if fitting := [(blocks // 8, *shape) for *shape, blocks in shapes if blocks <= 2 * MULTIPROCESSORS]:
@@ -149,8 +148,7 @@ def two_part_linear(
     k: int,
 ) -> Tensor:
     """``activation(x W^T + bias)`` with ``W`` the sum of its parts: those of a `PackedTensor` (format 'nvfp4') or of
-    ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest, and what is raised, as for ``fp4_linear``.
-    """
+    ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest, and what is raised, as for ``fp4_linear``."""
     _check(codes, fine, format)
     linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)

@@ -51,8 +51,7 @@ def _rounding(
 def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`two_part_round_trip` without gradients and without what calling an op costs the host; on a GPU as
     `separation.round_to_parts` but for the sign of zeros. Raises Unsupported there where the weight has no address: a
-    DTensor, or one whose memory is elsewhere.
-    """
+    DTensor, or one whose memory is elsewhere."""
     registry.refuse_forward_mode("two_part_round_trip")
     device = w_NK.device
     if not _by_kernel(device, w_NK.dtype):
@@ -118,6 +117,5 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 )
 def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``w_NK`` (N, K), float32, bfloat16 or float16, rounded to both parts of `separation.Scales` and back, as
-    ``dtype``; the gradient passes unchanged.
-    """
+    ``dtype``; the gradient passes unchanged."""
     return rounded(w_NK, block_scales, tensor_scale, dtype)

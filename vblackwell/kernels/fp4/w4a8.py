@@ -53,8 +53,7 @@ LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(E4M3 rows, (M, 1) fp32 scales amax / 448), amax at least 2^-100: x is about rows * scales. Each operation is
-    rounded once to fp32, then ``x * (448 / amax)`` to the nearest E4M3, ties to even.
-    """
+    rounded once to fp32, then ``x * (448 / amax)`` to the nearest E4M3, ties to even."""
     values = x_MK.to(torch.float32)
     amax = values.abs().amax(1, keepdim=True).clamp(min=MIN_TOP)
     # A tensor: to divide by a number, PyTorch multiplies by its rounded inverse on a GPU.
@@ -82,8 +81,7 @@ def check_device(device: torch.device, name: str = "the weight") -> None:
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
     """Raises as `check_shape` and `check_device`, and Unsupported where rows of a canonical mxfp4 matrix would not
-    become E4M3 without loss, or would not fit tiles. Waits for the device.
-    """
+    become E4M3 without loss, or would not fit tiles. Waits for the device."""
     check_shape(packed.format, packed.n, packed.k, name)
     check_device(packed.device, name)
     _, _, span = layout.live_exponents(packed.codes, packed.block_scales)
@@ -181,8 +179,7 @@ def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
 
 def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of an FP8 matmul in one launch: `quantize_rows` of x; the weight (N, K) as E4M3, each row relative
-    to its largest scale, which becomes 2^6, and its (1, N) fp32 scales. K is a multiple of 16.
-    """
+    to its largest scale, which becomes 2^6, and its (1, N) fp32 scales. K is a multiple of 16."""
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
     q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)

@@ -73,8 +73,7 @@ class WgmmaPlan:
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another: one that comes to it while
-        another still awaits the window before would multiply what is not there yet, or wait forever.
-        """
+        another still awaits the window before would multiply what is not there yet, or wait forever."""
         if not goes_round(self.stages, self.k_groups, self.windows_per_step):
             raise ConfigurationError(
                 f"{self.k_groups} K groups take turns at stages of x, {self.windows_per_step} at a time: {self.stages}"
@@ -156,8 +155,7 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
     def block_cycles(at_once: int) -> float:
         warpgroups = plan.consumers * at_once
         step = warpgroups * (max(tensor, _ISSUE) + _ADDED * min(tensor, _ISSUE))
-        window = max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups)
-        return window * ceil_div(windows, plan.k_groups)
+        return max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups) * ceil_div(windows, plan.k_groups)
 
     cycles = rounds * block_cycles(plan.min_blocks)
     if rest:
@@ -219,8 +217,7 @@ class Rows(NamedTuple):
 @functools.lru_cache(4096)
 def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> tuple[Rows, ...]:
     """A product's launches, one or two: where a last round of blocks of 256 tokens by 128 features would leave
-    multiprocessors idle, its rows go in twice as many blocks of half the height, whose sums two K groups share.
-    """
+    multiprocessors idle, its rows go in twice as many blocks of half the height, whose sums two K groups share."""
     rows = whole = ceil_div(n, 64 * plan.groups)
     if (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (256, 2, 1, 1):
         whole = rows_in_whole_rounds(rows, ceil_div(m, plan.tokens), processors)

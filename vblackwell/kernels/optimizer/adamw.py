@@ -54,8 +54,7 @@ class AdamWStep:
     @functools.cached_property
     def words(self) -> tuple[int, ...]:
         """fp32 bits of (what weights are multiplied by, 1 - beta1, beta2, 1 - beta2, the root of the second bias
-        correction, eps, minus the step's size), a kernel's arguments.
-        """
+        correction, eps, minus the step's size), a kernel's arguments."""
         decay = 1 - self.lr * self.weight_decay  # torch skips a product by 1, which changes nothing
         root, size = math.sqrt(1 - self.beta2 ** float(self.step)), self.lr / (1 - self.beta1 ** float(self.step))
         numbers = (decay, 1 - self.beta1, self.beta2, 1 - self.beta2, root, self.eps, -size)
@@ -85,8 +84,7 @@ def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 @functools.cache
 def torch_order() -> Order:
     """Ask torch: 256 random elements, each in all 31 places of a tensor that has vectors and a rest. Raises Unsupported
-    where torch rounds in a way the kernels do not know.
-    """
+    where torch rounds in a way the kernels do not know."""
     generator = torch.Generator().manual_seed(0)
     g, m, v = (torch.rand(256, 1, generator=generator) + 1 for _ in range(3))
     numbers = AdamWStep(1e-3, 0.7, 0.4, 1e-8, 0.0, 1)
@@ -126,8 +124,7 @@ def join(weight: Tensor, remainder: Tensor, bits: Tensor) -> Tensor:
 
 def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> None:
     """The other way: the int32 ``bits`` of a master to its bf16 and its remainder, the low half read as signed: where
-    it is negative, rounding has carried one into the high half.
-    """
+    it is negative, rounding has carried one into the high half."""
     remainder.copy_(bits.view(torch.int16)[0::2])  # the low halves, on a little-endian machine
     weight.view(torch.int16).copy_(torch.add(bits, 0x8000, out=scratch).view(torch.int16)[1::2])
     keep_nan(bits, weight)
@@ -163,8 +160,7 @@ def chunks(
     gradient: Tensor, previous: Tensor | None, factor: Tensor | None, sums: Tensor | None, size: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """(elements, fp32 values of (``previous`` + ``gradient``) * ``factor``), ``size`` at a time; ``sums`` receives the
-    sums of squares before ``factor``.
-    """
+    sums of squares before ``factor``."""
     scratch = torch.empty(min(size, len(gradient)))
     for start in range(0, len(gradient), size):
         part = slice(start, start + size)
@@ -314,8 +310,7 @@ def adamw_at(
     stream: torch.cuda.Stream,
 ) -> None:
     """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
-    caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None.
-    """
+    caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None."""
     itemsizes = (2 if at.remainder else 4, 2, 4, 4, gradient.itemsize, 0 if previous is None else previous.itemsize)
     unaligned = 0
     for address, itemsize in zip(at, itemsizes, strict=False):
@@ -344,8 +339,7 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
 
 def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
     """A parameter's gradient norm, an fp32 scalar, from its pieces' block sums in order, to the same bits on CPU and
-    GPU and however it was cut: the root of the sum, both in double. No synchronisation.
-    """
+    GPU and however it was cut: the root of the sum, both in double. No synchronisation."""
     sums = square_sums_list[0] if len(square_sums_list) == 1 else torch.cat(list(square_sums_list))
     if sums.device.type != "cuda":
         padded = torch.nn.functional.pad(sums.double(), (0, -len(sums) % _NORM_LANES))

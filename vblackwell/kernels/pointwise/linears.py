@@ -62,9 +62,6 @@ def _found(gradients, needed):  # type: ignore[no-untyped-def]
     return [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
 
 
-# -- of one input ------------------------------------------------------------------------------------------------------
-
-
 def _save_shared(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weights_NK = inputs
     ctx.save_for_backward(x, *weights_NK)
@@ -87,8 +84,7 @@ def _backward_shared(ctx, dys: list[Tensor | None]):  # type: ignore[no-untyped-
 @register_op(_fake_linears, save=_save_shared, backward=_backward_shared)
 def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
     """``[x @ w.T for w in weights_NK]``: (..., K) in, (..., N) each out. Differentiable in ``x`` and every weight.
-    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``.
-    """
+    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``."""
     _check_weights(x, weights_NK)
     refuse_forward_mode("shared_input_linears")
     return _products(x.reshape(-1, x.shape[-1]), weights_NK, x)
@@ -97,9 +93,6 @@ def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
 @register_op(lambda dys, weights_NK: dys[0].new_empty(*dys[0].shape[:-1], weights_NK[0].shape[1]))
 def _shared_input_linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
     return linears_dx(dys, weights_NK)
-
-
-# -- of one normalised input -------------------------------------------------------------------------------------------
 
 
 def _save_normed(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -117,8 +110,7 @@ def _backward_normed(ctx, dys: list[Tensor]):  # type: ignore[no-untyped-def]
 @register_op(_fake_linears, save=_save_normed, backward=_backward_normed)
 def normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
     """`shared_input_linears` of ``rms_norm(x)``; differentiable in all tensors, and saves these alone. Triton only.
-    Raises ConfigurationError as that does, also for a norm's weight that is not (K,).
-    """
+    Raises ConfigurationError as that does, also for a norm's weight that is not (K,)."""
     _check_weights(x, weights_NK, norm_K)
     refuse_forward_mode("normed_linears")
     n_MK, _, _ = kernels().rms_norm(x.reshape(-1, x.shape[-1]), None, norm_K, eps)
@@ -143,14 +135,10 @@ def _normed_linears_backward(
     return [dx_MK.view(x.shape), dnorm_K, *dweights]
 
 
-# -- the feed-forward half of a block ----------------------------------------------------------------------------------
-
-
 def chunks(rows: int, row_bytes: int) -> list[slice]:
     """Chunks of ``rows``, about equal, of at most about `MAX_BYTES`."""
     count = max(1, -(-rows * row_bytes // MAX_BYTES))
-    step = -(-rows // count)
-    step = max(1, -(-step // ROW_STEP) * ROW_STEP)
+    step = max(1, -(-rows // (count * ROW_STEP)) * ROW_STEP)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 

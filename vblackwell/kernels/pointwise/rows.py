@@ -30,13 +30,9 @@ def kernels() -> Any:
     return rows_triton
 
 
-# -- RMSNorm -----------------------------------------------------------------------------------------------------------
-
-
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x`` (..., D) normalised over its last dimension and scaled by ``weight_D``, in the type that both promote to.
-    Differentiable in both. Raises ConfigurationError where the weight is not one value for each feature.
-    """
+    Differentiable in both. Raises ConfigurationError where the weight is not one value for each feature."""
     _check_rms_norm(x, weight_D, None)
     if runs_triton("rms_norm", x, x.shape[-1]):
         return _rms_norm(x, None, weight_D, eps)[0]
@@ -100,9 +96,6 @@ def _rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor]:
     return kernels().rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight)
-
-
-# -- SwiGLU ------------------------------------------------------------------------------------------------------------
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -169,9 +162,6 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> 
         return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
     product = kernels().swiglu(gate, up)
     return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])
-
-
-# -- rotary embedding --------------------------------------------------------------------------------------------------
 
 
 def rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

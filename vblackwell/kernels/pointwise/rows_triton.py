@@ -1,7 +1,7 @@
 """Triton kernels of rows.py and cross_entropy.py, and their launches."""
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import functools
 from collections.abc import Sequence
@@ -114,8 +114,7 @@ def tiles_of(tiles: int, most: int) -> tuple[int, int]:
 
 def stages_of(row_bytes: int, most: int, programs: int, shared_bytes: int) -> int:
     """Pipeline stages of loops whose tiles take ``row_bytes``, if ``programs`` share a multiprocessor: at least two
-    sets of rows on their way, or no pipeline, as one set would wait in registers.
-    """
+    sets of rows on their way, or no pipeline, as one set would wait in registers."""
     sets = next((sets for sets in range(most - 1, 1, -1) if programs * sets * row_bytes <= shared_bytes), None)
     if sets is None and 2 * row_bytes <= shared_bytes:
         sets = 2
@@ -245,8 +244,7 @@ def _swiglu_backward(
 
 def _launch(kernel: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
     """``kernel`` of rows of ``tensors``, of one shape, and of contiguous ``outputs``, `MAX_ROWS` at a time; one row if
-    all are contiguous.
-    """
+    all are contiguous."""
     count, parts = tensors[0].numel(), [*tensors]
     if not count:
         return

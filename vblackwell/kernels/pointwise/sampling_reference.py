@@ -50,8 +50,7 @@ def gumbel(seeds_B: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
     counter_C = torch.arange(groups * lanes, device=seeds_B.device)
     positions_B1, zero_C = positions_B[:, None], counter_C * 0
     words = philox(seeds_B[:, None], counter_C, zero_C, positions_B1, positions_B1 >> 32)
-    # columns of a group: 1,024 of the first word, then of the second, so that neighbours in memory are neighbours in
-    # the kernel
+    # columns of a group: 1,024 of the first word, then of the second: neighbours in memory are the kernel's neighbours
     words_BV = torch.stack([word.reshape(-1, groups, lanes) for word in words], dim=2).flatten(1)[:, :vocabulary]
     uniform_BV = ((words_BV.float() + 0.5) * 2.0**-32).clamp(max=MAX_UNIFORM)
     return -exponential(uniform_BV).log()

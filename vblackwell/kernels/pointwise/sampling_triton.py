@@ -7,8 +7,7 @@ adding probabilities (top_p), in a fixed order. What a lane has dropped is not l
 lies above the answer the bisection goes on over the whole row, some 30 passes of it.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

@@ -36,15 +36,13 @@ _lock = threading.Lock()
 @contextmanager
 def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the
-    current stream, for launches within the context, one thread at a time. If one fails, they are not used again.
-    """
+    current stream, for launches within the context, one thread at a time. If one fails, they are not used again."""
     stream, capture = _place(device)
     key = (device, stream, capture != 0)
     with _lock:
         pair = _pairs.pop(key, None)
         if pair is None or pair.capture != capture or pair.sets.shape[1] < count:
-            length = max(MIN_COUNTERS, 1 << (count - 1).bit_length())
-            pair = _Pair(_zeros(length, device), capture)
+            pair = _Pair(_zeros(max(MIN_COUNTERS, 1 << (count - 1).bit_length()), device), capture)
         yield pair.sets[pair.turn], pair.sets[1 - pair.turn], pair.used
         pair.turn, pair.used = 1 - pair.turn, count
         _pairs[key] = pair

@@ -143,8 +143,7 @@ class Kernel:
         self, grid: Grid, threads: int, shared_bytes: int, args: Sequence[Argument], weight: Sequence[Tensor] = ()
     ) -> None:
         """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits;
-        ``weight`` are those of ``args`` that the kernel reads before it waits for the one ahead of it.
-        """
+        ``weight`` are those of ``args`` that the kernel reads before it waits for the one ahead of it."""
         key = (threads, shared_bytes, len(args))
         if (launcher := self._launchers.get(key)) is None:
             launcher = self._launchers[key] = Launcher(self, *key)
@@ -218,8 +217,7 @@ _read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
     """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may. Never
-    for tensors made under ``inference_mode``, which do not tell whether they were written.
-    """
+    for tensors made under ``inference_mode``, which do not tell whether they were written."""
     key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
     known = _read.get(key)
     if known is not None:

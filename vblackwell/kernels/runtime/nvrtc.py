@@ -60,8 +60,7 @@ def path_of(name: str) -> Path:
 
 def source(files: Sequence[str]) -> str:
     """The text of ``files``, joined; each says where it begins, so that a tool's reports name its lines."""
-    paths = [path_of(name) for name in files]
-    return "\n".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in paths)
+    return "\n".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in map(path_of, files))
 
 
 def _options(macros: dict[str, int], arch: str) -> list[str]:

@@ -177,8 +177,7 @@ _ROW_TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}
 
 def runs_triton(op: str, x: Tensor, row: int) -> bool:
     """Whether ``op`` on ``x``, which holds ``row`` elements of a row at once (0: any number), runs as a Triton kernel.
-    Raises Unsupported where ``use_backend`` asked for one that refuses; it is not asked under ``torch.compile``.
-    """
+    Raises Unsupported where ``use_backend`` asked for one that refuses; it is not asked under ``torch.compile``."""
     if is_compiling():
         return x.device.type == "cuda" and x.dtype in DTYPES and row <= LONGEST_ROW
     request = Request(x.device, capability(x.device), x.dtype, op, x.numel() // max(row, 1), row, row)
@@ -190,7 +189,6 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-# -- registering ops ---------------------------------------------------------------------------------------------------
 # Under autocast an op's input is cast to its dtype, nothing else is, and inside there is no autocast. torch's own
 # `register_autocast` casts every floating tensor, scales and biases too. Without any rule autocast would reach through
 # an op into its implementation.

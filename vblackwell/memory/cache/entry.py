@@ -63,8 +63,7 @@ def layout_of(value: Any) -> tuple[Layout, tuple[torch.Tensor, ...]]:
     for name, tensor in zip(named, tensors, strict=True):
         parts.append(Part(name, offset, tensor.shape, tensor.dtype, tensor.nbytes))
         offset = align_up(offset + tensor.nbytes, PART_ALIGNMENT)
-    num_bytes = parts[-1].offset + parts[-1].num_bytes if parts else 0
-    return Layout(tuple(parts), num_bytes, meta), tensors
+    return Layout(tuple(parts), parts[-1].offset + parts[-1].num_bytes if parts else 0, meta), tensors
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,5 +146,4 @@ KIND_PRIORITIES = (
 
 def default_priority(key: str) -> int:
     """Priority by what the name says: embedding 10, attention 7, feed-forward 5, norm 3; 5 where it says nothing."""
-    found = (priority for priority, words in KIND_PRIORITIES if any(word in key.lower() for word in words))
-    return next(found, 5)
+    return next((priority for priority, words in KIND_PRIORITIES if any(word in key.lower() for word in words)), 5)

@@ -146,8 +146,7 @@ class Placement:
             self._seat(entry, level, extent)
 
     def _ways_in(self, entry: Entry) -> Iterator[tuple[Plan, int, Extent | None]]:
-        """Where a new entry goes: first its own level and those below, at the cost of less important entries only; then
-        free bytes above; then anywhere, at anybody's cost."""
+        """Its own level and below, displacing less important entries; free bytes above; then at anybody's cost."""
         size, downwards, upwards = entry.num_bytes, range(entry.level, len(self._levels)), range(entry.level)[::-1]
         plan = Plan(self._levels, self._policy)
         for level in downwards:
@@ -308,8 +307,7 @@ class Placement:
 
     @contextmanager
     def _carried_out(self, plan: Plan, level: int = 0, extent: Extent | None = None) -> Iterator[None]:
-        """Make the moves, then run the block, which fills ``extent``; if either fails, moves that happened stay and the
-        rest is undone."""
+        """Make the moves, then run the block, which fills ``extent``; what did not happen when one fails is undone."""
         try:
             while plan.moves:
                 self._carry(plan.moves[0])

@@ -63,8 +63,7 @@ class VGPULevel:
     def get(self, key: str) -> Any:
         """A copy on the level's device (in RAM, for a disk). Raises UnknownKey."""
         layout, extent = self._find(key)
-        buffer = self._read(extent, self._device)
-        return layout.value(layout.tensors_over(buffer))
+        return layout.value(layout.tensors_over(self._read(extent, self._device)))
 
     def _read(self, extent: Extent, device: torch.device | str) -> torch.Tensor:
         buffer = torch.empty(extent.num_bytes, dtype=torch.uint8, device=device)
@@ -129,8 +128,7 @@ class CompressedVGPULevel(VGPULevel):
             small = _compressor().compress(planes.data if planes.size else b"")
             if is_compressed := not planes.size or len(small) < (1 - MIN_SAVING) * planes.size:
                 buffer = torch.frombuffer(bytearray(small), dtype=torch.uint8)
-        digest = xxhash.xxh3_64_intdigest(buffer.numpy().data)
-        self._store(key, _Held(layout, codec, digest, is_compressed), buffer)
+        self._store(key, _Held(layout, codec, xxhash.xxh3_64_intdigest(buffer.numpy().data), is_compressed), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded. Raises

@@ -115,7 +115,6 @@ def _triton_reasons(r: AttentionRequest) -> Iterator[str]:
 
 
 def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> Iterator[str]:
-    """What all of SDPA's fused backends refuse."""
     yield from _common_reasons(r, dtypes, widest)
     if min(r.queries, r.keys) == 0:
         yield "an empty sequence"
@@ -276,7 +275,6 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
 
 
 def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run]]:
-    """Backends, measured ones first, by time."""
     times = _measured(r)
     order = sorted(preference(r), key=lambda name: times.get(name, math.inf)) if times else preference(r)
     return [BACKENDS[name] for name in order]

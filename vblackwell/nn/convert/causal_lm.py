@@ -31,7 +31,7 @@ from vblackwell.units import columns
 
 @dataclass(frozen=True)
 class Row:
-    # linear, experts, attention, norm, feed_forward, layer, gate (of experts), rotary, adapter or loss
+    # linear, experts, attention, activation, norm, feed_forward, layer, gate (of experts), rotary, adapter or loss
     kind: str
     name: str  # of the module; '' for the model
     became: str | None = None  # what computes it now; None if it was left
@@ -289,7 +289,6 @@ class _Output(tuple):  # of a trunk: hidden states, and None for every other att
 
 
 def _why_not_loss(model: Any) -> str | None:
-    """Why the loss of ``model`` cannot be computed in its head; None if it can."""
     for name in ("get_output_embeddings", "loss_function", "base_model_prefix"):
         if not hasattr(model, name):
             return f"{type(model).__name__} has no {name}: it is no causal model of transformers"

@@ -158,8 +158,6 @@ class Stub(nn.Module):
 
 
 class _Nothing:
-    """Added to a tensor, it leaves that."""
-
     def __radd__(self, x: Tensor) -> Tensor:
         return x
 

@@ -26,7 +26,7 @@ from vblackwell.numerics.packed import PackedTensor
 from vblackwell.units import columns, format_bytes
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
-LARGE_ELEMENTS = 1 << 20
+LARGE_ELEMENTS, NAMED_ELEMENTS = 1 << 20, 1 << 24  # layers of the latter are named when they are replaced
 # Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type of flash attention in fp32.
 _HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -58,7 +58,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
         weight: Any = module._parameters.get("weight")
         others = [other for other in owners[id(weight)] if other != own]
         read, kind, plain = reads_weight(model, name), type(module).__name__, type(module) is nn.Linear
-        small = plain and module.weight.numel() < LARGE_ELEMENTS  # type: ignore[union-attr]
+        small = pattern == "large" and plain and weight is not None and weight.numel() < LARGE_ELEMENTS
         reasons = {
             "the output head: its error reaches the logits directly": module is head,
             f"its weight is shared with {''.join(others[:1])}: packing one would untie them": others,
@@ -69,7 +69,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             f"{read}": read,
             f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
             "it has hooks, which would be lost": hooked(module),
-            f"smaller than {LARGE_ELEMENTS} elements": pattern == "large" and small,
+            f"smaller than {LARGE_ELEMENTS} elements": small,
             f"its name does not match {pattern!r}": pattern not in ("all", "large") and not wanted.search(name),
         }
         found[name] = next((reason for reason, holds in reasons.items() if holds), None)
@@ -143,10 +143,8 @@ def store_linears(
 def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> None:
     """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
-    in_parts = packed.fine is not None
-    kind, options = (VBOptimizedLinear, {"mode": "inference"}) if in_parts else (FusedFP4Linear, {})
-    layer = kind.from_packed(packed, linear.bias, **options)
-    replace_modules(model, {linear: layer.train(linear.training)})
+    kind = FusedFP4Linear if packed.fine is None else VBOptimizedLinear
+    replace_modules(model, {linear: kind.from_packed(packed, linear.bias).train(linear.training)})
 
 
 def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:
@@ -182,7 +180,7 @@ def enable_vb_optimization(
         enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
             int8 by rows, 8 bits.
         replace_pattern: 'all', 'large' (2^20 elements and more) or a regular expression searched for in names.
-        verbose: say on standard error how many layers were replaced, and their bytes.
+        verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
         renewal: ``refresh_every`` and ``drift_threshold`` of `Settings`: when kept scales are renewed.
 
     Raises ConfigurationError, the model as it was, for a value out of range, both switches off, or nothing selected.
@@ -194,7 +192,12 @@ def enable_vb_optimization(
         held = format_bytes(sum(linear.weight.nbytes for linear in chosen.values()))
         packed = format_bytes(int(weights * BITS[settings.precision] / 8))
         counted = f"{len(chosen)} linears of {weights / 1e6:.1f} M weights"
-        print(f"{settings.precision}: {counted}, {held} now, {packed} packed", file=sys.stderr)
+        lines = [f"{settings.precision}: {counted}, {held} now, {packed} packed"]
+        for number, (name, linear) in enumerate(chosen.items(), 1):
+            if linear.weight.numel() >= NAMED_ELEMENTS:
+                shape = "x".join(map(str, linear.weight.shape))
+                lines.append(f"  {number} of {len(chosen)}: {name} {shape}, {format_bytes(linear.weight.nbytes)}")
+        print(*lines, sep="\n", file=sys.stderr)
     replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, **asdict(settings)))
     return model
 

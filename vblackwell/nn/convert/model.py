@@ -7,6 +7,7 @@ rounded, its gradient straight through, all experts of a layer sharing one tenso
 
 import functools
 import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from vblackwell.nn.convert.causal_lm import Conversion, Row, accelerate_causal_l
 from vblackwell.nn.convert.fused_modules import swap
 from vblackwell.nn.convert.linears import LARGE_ELEMENTS, find_linears, head_and, nothing_selected, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.rounded import fp4_round_trip
 
+_ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
 _EXPERTS = ("gate_up_proj", "down_proj")
 
 
@@ -46,7 +49,8 @@ def convert(
         pack: pack the linears at once and freeze them, the base of adapters, experts excepted; otherwise they train
             straight through the format.
         attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave it alone.
-        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators.
+        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations
+            after linears in the linears' epilogues.
         loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`).
 
     Raises ConfigurationError, the model as it was, for an invalid expression, an unknown format or backend, weights
@@ -63,7 +67,7 @@ def convert(
                 done.rows.append(Row("norm", name, None, why))
         if fp4_layers is not None:
             options = {"format": format, "scale_search": scale_search, "use_fp4": not pack}
-            _linears(done, fp4_layers, keep, options, pack)
+            _linears(done, fp4_layers, keep, options, pack, fused)
             _experts(done, fp4_layers, keep, format, pack)
             rows = [row for row in done.rows if row.kind in ("linear", "experts")]
             if not any(row.became for row in rows):
@@ -76,22 +80,55 @@ def convert(
     return done
 
 
-def _linears(done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool) -> None:
-    model, replacements = done.model, dict[nn.Module, nn.Module]()
-    for name, reason in find_linears(model, pattern, head_and(keep)).items():
+def _linears(
+    done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
+) -> None:
+    model = done.model
+    found = find_linears(model, pattern, head_and(keep))
+    following = _following_activations(model) if epilogues else {}
+    replacements: dict[nn.Module, nn.Module] = {}
+    for name, reason in found.items():
         if reason is not None:
             done.rows.append(Row("linear", name, None, reason))
             continue
         linear: Any = model.get_submodule(name)
+        place, activation = following.get(name, ("", None))
+        kind = _ACTIVATIONS[type(activation)] if activation is not None else "none"
         trained = [parameter is not None and parameter.requires_grad for parameter in (linear.weight, linear.bias)]
-        replacements[linear] = layer = FusedFP4Linear.from_linear(linear, **options)
+        layer = FusedFP4Linear.from_linear(linear, activation=kind, **options)
         if pack:
             layer.freeze()
+        replacements[linear] = layer
         linear._parameters.update(weight=None, bias=None)  # or a packed layer's original would live on in here
         done._undo.append(functools.partial(_give_back, model, linear, layer, *trained))
         state = "packed" if pack else "straight through"
         done.rows.append(Row("linear", name, f"FusedFP4Linear, {options['format']}, {state}"))
+        if activation is not None:
+            replacements[activation] = identity = nn.Identity()
+            done._undo.append(functools.partial(replace_modules, model, {identity: activation}))
+            done.rows.append(Row("activation", place, f"in the epilogue of {name}"))
+    if epilogues and replacements:
+        fused = {row.name for row in done.rows if row.kind == "feed_forward" and row.became}
+        for name, module in model.named_modules():
+            if type(module) in _ACTIVATIONS and module not in replacements and name.rpartition(".")[0] not in fused:
+                why = "not right after a replaced linear of an nn.Sequential, so nothing proves whose output it takes"
+                done.rows.append(Row("activation", name, None, why))
     replace_modules(model, replacements)
+
+
+def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for prefix, sequence in model.named_modules():
+        if type(sequence) is not nn.Sequential:
+            continue
+        children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in sequence._modules.items()]
+        for (first, linear), (second, activation) in zip(children, children[1:], strict=False):
+            exact = type(activation) in _ACTIVATIONS and getattr(activation, "approximate", "none") == "none"
+            once = counts[id(linear)] == 1 == counts[id(activation)]
+            if exact and once and not hooked(activation) and not getattr(activation, "inplace", False):
+                found[first] = (second, activation)
+    return found
 
 
 @torch.no_grad()

@@ -104,18 +104,28 @@ def fused_backend(request: dispatcher.AttentionRequest) -> str:
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name != "math"}
     if accepted := [name for name, why in reasons.items() if not why]:
         return accepted[0]
-    what = f"{request.heads} heads of {request.head} in {request.dtype} on {request.device}"
     said = " | ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items())
-    remedy = "leave the flag out, or add --mixed-precision"
-    raise Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}. {said}")
+    raise Unsupported(f"{_refused(request)}. {said}")
 
 
 def chosen_backend(request: dispatcher.AttentionRequest) -> str:
-    """What torch takes in this context, where it may take any: 'flash', 'cudnn', 'efficient' or 'math'."""
+    """What torch takes in this context: 'flash', 'cudnn', 'efficient' or 'math'; Unsupported where it takes none."""
     shapes = ((1, heads, request.queries, request.head) for heads in (request.heads, request.kv_heads))
-    how: dict[str, Any] = {"dtype": request.dtype, "device": torch.device(request.device, request.gpu or 0)}
-    query, key = (torch.empty(shape, requires_grad=True, **how) for shape in shapes)
+    device = torch.device(request.device, request.gpu)  # type: ignore[arg-type]  # None: the current one
+    query, key = (torch.empty(shape, dtype=request.dtype, device=device, requires_grad=True) for shape in shapes)
     given, grouped = (query, key, key, None, 0.0, True), request.heads != request.kv_heads
-    choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError as error:  # "No viable backend": some devices raise, others answer with a number of no backend
+        raise _refused(request) from error
     names = zip((*FUSED, SDPBackend.MATH), ("cudnn", "flash", "efficient", "math"), strict=True)
-    return next(name for backend, name in names if backend.value == choice)
+    if name := next((name for backend, name in names if backend.value == choice), None):
+        return name
+    raise _refused(request)
+
+
+def _refused(request: dispatcher.AttentionRequest) -> Unsupported:
+    device = torch.device(request.device, request.gpu)  # type: ignore[arg-type]
+    what = f"{request.heads} heads of {request.head} in {request.dtype} on {device}"
+    remedy = "leave the flag out, or add --mixed-precision"
+    return Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}")

@@ -216,8 +216,7 @@ class DecoderLayer(nn.Module):
 
     def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
         """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm. ``added_BSD`` is what
-        is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
-        """
+        is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer."""
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         if hooked(self) or hooked(norm) or hooked(attention):  # hooks expect the calls of `forward`

@@ -59,8 +59,7 @@ def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Ite
 
 class _BuffersReplaced:
     """Inside, fresh copies of the buffers as they were when this was made are in their places; entered by every
-    backward of a kept graph. Places that share a buffer share a copy.
-    """
+    backward of a kept graph. Places that share a buffer share a copy."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._current: dict[tuple[nn.Module, str], Tensor | None] = {}

@@ -5,6 +5,7 @@ ignores a key computes something else than the file says.
 """
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from vblackwell.errors import ConfigurationError, Unsupported, check_known
@@ -41,7 +42,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in (*_SIZES, "max_position"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or value < 1:
+            if not isinstance(value, Real) or value < 1:
                 raise ConfigurationError(f"{name} is {value!r}: give at least 1")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
@@ -91,8 +92,7 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
         """The shape described by a Llama ``config.json``. Raises Unsupported for what ``Decoder`` does not compute,
-        ConfigurationError for a missing key or a shape that does not fit together.
-        """
+        ConfigurationError for a missing key or a shape that does not fit together."""
         if reasons := "; ".join(not_supported_reasons(config)):
             raise Unsupported(f"Decoder cannot compute this config.json: {reasons}. Open it with transformers")
         for key in _SIZES.values():

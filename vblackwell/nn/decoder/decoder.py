@@ -115,8 +115,7 @@ class Decoder(nn.Module):
     def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
         """A function that fills a tensor with a parameter's initial value, also for a decoder on the meta device;
         called once with each, in the order of ``named_parameters()``, as all are drawn from one generator. Values are
-        normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
-        """
+        normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1."""
         generator = torch.Generator().manual_seed(seed)
         spread, num_layers = self.config.initializer_range, self.config.num_layers
         coming = iter([name for name, _ in self.named_parameters()])

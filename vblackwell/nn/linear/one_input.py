@@ -239,7 +239,6 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 
 def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
-    """Whether norm and linear may be one op: packed into tiles, few bf16 rows on a GPU, no autocast, no gradients."""
     if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
         return False
     if not is_tiled(linear.layout) or x.numel() > MAX_ROWS * linear.in_features:

@@ -155,6 +155,7 @@ class PackableLinear(PackedLinear):
     buffer_names: tuple[str, ...] = (*PARTS, FINE)
     state_names: tuple[str, ...] = STATE_NAMES  # entries that stand for a packed weight
     packed_by = "format"  # the argument that decides what the weight is packed to
+    packed_as: tuple[str, ...] = ()  # what `from_packed` gives the constructor after ``bias``, unless it is told
 
     def __init__(self, in_features: int, out_features: int, bias: bool, form: Format, **factory: Any) -> None:
         super().__init__(in_features, out_features, form)
@@ -178,14 +179,14 @@ class PackableLinear(PackedLinear):
         return layer.train(linear.training)
 
     @classmethod
-    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, **options: Any) -> Self:
+    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, *how: Any, **options: Any) -> Self:
         """A packed layer of a packed (N, K) matrix, moved into its device's layout; a bias that is no parameter becomes
-        a frozen one. ``options`` as for the constructor.
+        a frozen one. ``how`` and ``options`` as for the constructor, after its ``bias``.
         """
         if len(packed.shape) != 2:
             raise ConfigurationError(f"a packed tensor of shape {packed.shape} is no weight of a linear: give (N, K)")
         make, options = cast(Any, cls), options | {cls.packed_by: packed.precision, "dtype": packed.dtype}
-        layer = make(packed.k, packed.n, bias is not None, device="meta", **options)
+        layer = make(packed.k, packed.n, bias is not None, *(how or cls.packed_as), device="meta", **options)
         layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
         layer._adopt(packed)
         return layer

@@ -90,7 +90,8 @@ def rounded_linears(x: Tensor, rounded: Sequence[Rounded], bias_N: Tensor | None
     """``x value^T + bias`` of each, (..., K) to (..., N), with gradients for all three, but no second ones; one alone
     may have a bias.
     """
-    return _RoundedLinears.apply(x, None, rounded, bias_N, True, *(each.weight for each in rounded))  # type: ignore[return-value]
+    found: Any = _RoundedLinears.apply(x, None, rounded, bias_N, True, *(each.weight for each in rounded))
+    return found
 
 
 def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool = True) -> Tensor:

@@ -69,11 +69,10 @@ class StoredFP4Linear(PackedLinear):
     def over(self, parts: Mapping[str, Tensor]) -> FusedFP4Linear | VBOptimizedLinear:
         """A packed linear that computes from these bytes where they lie; for a linear without a bias."""
         assert self.bias is None
-        placed, made = self.placed(parts), (self.in_features, self.out_features, False)
-        if placed.fine is None:
-            layer = FusedFP4Linear(*made, format=self.form.name, device="meta", dtype=self.dtype)
-        else:
-            layer = VBOptimizedLinear(*made, "inference", device="meta", dtype=self.dtype)
+        placed = self.placed(parts)
+        kind = FusedFP4Linear if placed.fine is None else VBOptimizedLinear
+        made = (self.in_features, self.out_features, False, *kind.packed_as)
+        layer = kind(*made, device="meta", dtype=self.dtype)
         layer.form = self.form
         layer.hold(placed)
         return layer

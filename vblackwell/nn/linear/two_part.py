@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -108,7 +108,6 @@ class _Cache:
         return rounded_linears(x, (found,), bias)[0]
 
     def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
-        """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
         # Of the two ops that of formats has a gradient.
         source = weight if self.settings.precision == "two-part" else weight.detach()
         return Rounded(weight, self._rounded(source, dtype, rounded), self.count_step)
@@ -245,7 +244,7 @@ class VBOptimizedLinear(PackableLinear):
     """
 
     state_names = (*STATE_NAMES, FINE)
-    packed_by = "precision"
+    packed_by, packed_as = "precision", ("inference",)
 
     def __init__(
         self,
@@ -273,7 +272,7 @@ class VBOptimizedLinear(PackableLinear):
     def has_fine(self) -> bool:
         return self.weight_fine is not None
 
-    def quantize(self) -> "VBOptimizedLinear":
+    def quantize(self) -> Self:
         """Packs the weight and lets go of the original, if it is finite; a packed layer stays. Returns the layer."""
         weight = self.weight  # another thread may be at it as well
         if weight is not None:

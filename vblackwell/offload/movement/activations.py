@@ -29,7 +29,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
-from vblackwell.offload.movement.state import FreeSome, InFlightQueue, Stalls, current_stream, reserve
+from vblackwell.offload.movement.state import FreeSome, Stalls, current_stream, reserve
 from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
 from vblackwell.units import KiB, MiB, align_up, format_bytes
 
@@ -217,7 +217,7 @@ class ActivationStore:
         self._window: list[weakref.ref[Boundary]] = []  # on level 0, to leave when newer ones come; oldest first
         self._coming: list[weakref.ref[Boundary]] = []  # on their way to level 0; oldest first
         self._dropped: Dropped = deque()
-        self._in_flight = InFlightQueue()  # copies of which nobody wants anything but their end
+        self._in_flight: list[Transfer] = []  # copies of which nobody wants anything but their end
         self._closed = False
 
     @contextmanager
@@ -272,7 +272,7 @@ class ActivationStore:
         with self._lock:
             self._closed = True
             self._buffers.close()
-            self._in_flight = InFlightQueue()
+            self._in_flight.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | Ticket:
         """What autograd holds instead of ``tensor``: a ticket, or the tensor itself where it stays."""
@@ -388,7 +388,6 @@ class ActivationStore:
         return tensor
 
     def _prefetch(self, asked: Ticket) -> None:
-        """Start to load what the checkpoints before this one saved."""
         wanted = asked.before(AHEAD)
         coming = []
         for boundary in _alive(self._coming):
@@ -413,17 +412,18 @@ class ActivationStore:
     def _cancel(self, boundary: Boundary) -> None:
         """Forget a load that is under way; its memory is free when the copy is over."""
         if boundary.load is not None:
-            self._in_flight.add((boundary.load.transfer,))
+            self._in_flight.append(boundary.load.transfer)
             boundary.load = None
 
     def _collect(self) -> None:
-        """Take the buffers of graphs that have died."""
         while self._dropped:
             buffer, load = self._dropped.popleft()
-            self._in_flight.add(self._buffers.pending.get(buffer, ()))  # none where the store was closed
-            self._in_flight.add(() if load is None else (load.transfer,))
+            self._in_flight += self._buffers.pending.get(buffer, [])  # none where the store was closed
+            self._in_flight += [] if load is None else [load.transfer]
             self._buffers.give(buffer)
-        self._in_flight.sweep()
+        started, self._in_flight = self._in_flight, []
+        for transfer in started:  # one that failed is over: its graph, which would raise it, is dead
+            transfer.let_go() if transfer.done() else self._in_flight.append(transfer)
 
 
 def _alive(refs: list[weakref.ref[Boundary]]) -> list[Boundary]:

@@ -172,13 +172,10 @@ class DeviceUpdates(Mover):
     def _fetch(self, group: Group) -> LoadedWeights | None:
         """The weights that the next forward will use, locked, or on their way there; None where they have no room."""
         weights = self._weights
-        if not weights.is_loaded(group):
-            # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
-            if group in self._sliced or self.is_busy(group) or not weights.free_for(group):
-                return None
-            self._order_loads(group)
-            if not weights.load_ahead(group):
-                return None
+        # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
+        may_load = group not in self._sliced and not self.is_busy(group)
+        if not (weights.is_loaded(group) or (may_load and weights.load_ahead(group, self._order_loads))):
+            return None
         return weights.lock(group, arriving=True)
 
     def start_all_due(self) -> None:

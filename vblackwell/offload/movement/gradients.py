@@ -18,6 +18,7 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
@@ -153,7 +154,9 @@ class GradientCollector(Mover):
                 self.wait_idle(group)
                 transfer = self._stack.write(self._storage.range(group, buffer.landing), buffer.bytes)
                 under_way.append(transfer)
-                self._later(self._land, group, transfer, arriving=transfer)
+                landing = self._later(self._land, group, transfer, arriving=transfer)
+                if not isinstance(transfer, EventTransfer):  # the next copy may overtake it, as none does on a stream
+                    state.task = landing
                 state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except Exception:
@@ -318,7 +321,6 @@ class GradientCollector(Mover):
     # -- in the worker's thread ---------------------------------------------------------------------------------------
 
     def _land(self, group: Group, transfer: Transfer) -> None:
-        """A group's first gradient arrives in its range."""
         transfer.wait()
         self._state(group).norms.clear()
 
@@ -339,7 +341,6 @@ class GradientCollector(Mover):
         self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
 
     def _take_rows(self, slot: Slot, start: int, adding: bool, fresh: Tensor) -> None:
-        """Copy or add rows of ``slot``, the only one of its group."""
         kind = sum_kind(slot.group) if adding else "gradient"
         rows = fresh.view(slot.dtype).view(-1, slot.shape[1])
         total = self._storage.open(slot.group, kind)
@@ -385,7 +386,6 @@ class GradientCollector(Mover):
         return torch.linalg.vector_norm(values, dtype=torch.float32)
 
     def _scale(self, group: Group, held: GradientState, slots: list[Slot], factor: Tensor | None) -> None:
-        """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
         kind = held.kind
         if factor is not None and kind != sum_kind(group):  # zero is zero in any type
             self._sum(group, held, {})

@@ -279,7 +279,6 @@ class Lane:
         return [] if self._is_resident(group) else self._storage.states_of(group)
 
     def _pieces(self, group: Group, kinds: Iterable[str]) -> list[Wanted]:
-        """The pieces in which all ``kinds`` of the group fit one buffer."""
         kinds = tuple(kinds)
         key = group.index, kinds
         if key not in self._cut:
@@ -463,7 +462,6 @@ class Lane:
             self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
 
     def drain(self) -> None:
-        """Return when everything submitted is stored."""
         self._queues.synchronize()
         if self._stage is not None:
             self._stage.drain()

@@ -284,8 +284,6 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class Hyper:
-    """AdamW's numbers for one parameter at one step."""
-
     lr: float
     beta1: float
     beta2: float
@@ -304,8 +302,6 @@ class Job:
 
 @dataclass(eq=False)
 class EarlyUpdate:
-    """An update that was queued before its step."""
-
     jobs: list[Job]
     steps: list[Tensor]  # the jobs' before it
     shadows: Ranges | None  # what it writes; None: the group's own ranges, which is final
@@ -356,7 +352,6 @@ class GradientState:
 
 
 def flat_of(slot: Slot, gradient: Tensor, kind: str) -> Tensor:
-    """The flat gradient of ``slot`` in the group's range of ``kind``."""
     return slot.flat_fp32(gradient) if kind == "accumulated" else slot.flat(gradient)
 
 
@@ -509,14 +504,15 @@ class Level0Budget:
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
         self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
         self._stack, self._storage = stack, storage
-        self._all.add(self)
+        with self.lock:  # whose holders go through all
+            self._all.add(self)
 
     @classmethod
     def drop_idle_weights(cls, stack: VGPUStack) -> None:
         """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
         lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
         with lock:
-            for budget in budgets:
+            for budget in list(budgets):
                 free_until(lambda: False, budget.end_update, budget.drop_weights)
 
     def reserve(
@@ -549,7 +545,7 @@ class Level0Budget:
 
     def free_any(self) -> bool:
         """This model has no idle weights: wait for what leaves level 0, then ask the stack's other models."""
-        others = (budget for budget in self._all if budget is not self)
+        others = [budget for budget in self._all if budget is not self]
         return (
             self.end_gradient()
             or self.end_update()
@@ -558,8 +554,6 @@ class Level0Budget:
 
 
 class Shared(NamedTuple):
-    """What all that moves bytes of one model shares."""
-
     name: str
     stack: VGPUStack
     groups: list[Group]

@@ -62,9 +62,12 @@ def _adamw(
             gradient[0] = gradients.narrow(0, start, count)
             if scaled or gradients.dtype != torch.float32:
                 gradient[0] = wide.narrow(0, 0, count)
+            if scaled and gradients.dtype == torch.float32:
+                torch.mul(gradients.narrow(0, start, count), factor, out=gradient[0])
+            elif scaled or gradients.dtype != torch.float32:
                 gradient[0].copy_(gradients.narrow(0, start, count))
-            if scaled:
-                gradient[0].mul_(factor)
+                if scaled:
+                    gradient[0].mul_(factor)
             exp_avg[0] = exp_avgs.narrow(0, start, count)
             exp_avg_sq[0] = exp_avg_sqs.narrow(0, start, count)
             if old_masters.numel() > 0:  # the copy is in cache when AdamW changes it: old bytes are read once
@@ -313,8 +316,6 @@ def update_master(
 
 
 class _Update(NamedTuple):
-    """An update as it was queued."""
-
     group: Group
     jobs: list[Job]
     own: Ranges  # the group's then, which a commit may have replaced
@@ -336,7 +337,6 @@ class HostUpdates(Mover):
         self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
     def commit(self, group: Group, shadows: Ranges) -> None:
-        """The step of an early update has come."""
         old = self.shadows.swap(group, shadows)
         try:
             update = self._states[group].update_end
@@ -360,7 +360,6 @@ class HostUpdates(Mover):
         self._states[group].update_is_queued()
 
     def wait(self, group: Group) -> None:
-        """Return when the group's last update is in storage."""
         state = self._states[group]
         task = state.update_end
         if task is not None:
@@ -376,7 +375,6 @@ class HostUpdates(Mover):
     order_loads = wait  # a load reads what the host has written
 
     def is_busy(self, group: Group) -> bool:
-        """Whether a load would wait for an update."""
         task = self._states[group].update_end
         return task is not None and (not task.done() or task.exception() is not None)
 
@@ -415,7 +413,6 @@ class HostUpdates(Mover):
         self.shadows.give_up(old)
 
     def apply(self, update: _Update) -> None:
-        """One AdamW step."""
         storage, shadows = self._storage, update.shadows
         opened, old = {kind: storage.open_at(each, kind) for kind, each in update.own.items()}, dict[str, Tensor]()
         if shadows is not None:

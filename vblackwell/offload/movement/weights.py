@@ -9,7 +9,7 @@ and the link would rest meanwhile, so the groups that stay are spread evenly.
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -51,8 +51,6 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedView:
-    """What autograd keeps instead of a view into a buffer."""
-
     group: Group
     version: tuple[int, int]
     dtype: torch.dtype
@@ -89,7 +87,6 @@ class WeightStreamer(Mover):
     # -- what a caller needs now, and will need ------------------------------------------------------------------------
 
     def use(self, group: Group) -> None:
-        """``group`` is needed now."""
         self.trace.use(group.index)
         again, self._latest = self._latest is group, group
         if not self.is_loaded(group):
@@ -108,18 +105,20 @@ class WeightStreamer(Mover):
         absent = (group for group in groups if not self.is_loaded(group) and group.num_bytes <= self.budget_bytes)
         return itertools.islice(absent, WEIGHT_PLACES)
 
-    def free_for(self, group: Group) -> bool:
-        """Whether level 0 has, or gets by dropping what is needed later, the bytes of ``group``. Never blocks."""
+    def load_ahead(self, group: Group, order_loads: Callable[[Group], None]) -> bool:
+        """`load`, after ``order_loads``, if level 0 has, or gets by dropping what is needed later, the bytes of
+        ``group``; else, and where other keys take them meanwhile, False. Never blocks.
+        """
         distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
         self._budget.sweep_updates()
-        return free_until(
+        if not free_until(
             lambda: self._fits(group) and level0.can_allocate(group.num_bytes), lambda: self.drop_one(beyond=distance)
-        )
-
-    def load_ahead(self, group: Group) -> bool:
-        """`load`, after `free_for`; False where other keys took the bytes meanwhile."""
+        ):
+            return False
         try:
-            self.load(group)
+            order_loads(group)
+            if not self.is_loaded(group):  # by an update that was due
+                self.load(group)
         except InsufficientMemory:
             return False
         return True
@@ -314,12 +313,10 @@ class WeightStreamer(Mover):
         loaded.locked = False
 
     def remember_load(self, group: Group, transfer: Transfer) -> None:
-        """A copy out of the group's stored weights was started."""
         self._states[group].last_load = transfer
         self._storage.in_flight.add(transfer)
 
     def has_arrived(self, transfer: Transfer) -> None:
-        """What was remembered has been waited for."""
         transfer.let_go()
         self._storage.in_flight.discard(transfer)
 
@@ -351,10 +348,13 @@ class WeightStreamer(Mover):
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
         return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
-    def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that `pack` was given, whose group is loaded; raises StaleTensor if that was changed since."""
+    def check(self, packed: PackedView) -> None:
+        """Raise StaleTensor if its group was changed since `pack`."""
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
+
+    def unpack(self, packed: PackedView) -> Tensor:
+        """The tensor that `pack` was given, whose group is loaded."""
         base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize

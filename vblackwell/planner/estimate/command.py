@@ -51,8 +51,7 @@ def estimate_command(
     """Print the estimate, and write it to ``html`` as a page; 0. A factory's model that cannot be traced is trained for
     two steps here. ``advice``: say what would save memory or time, where it does not fit or the card is known. Objects
     that are there when it begins to trace are never looked through for garbage again. Raises ConfigurationError for bad
-    input, or a GPU below what the model needs at any batch size.
-    """
+    input, or a GPU below what the model needs at any batch size."""
     check_batch(batch_size, seq_length)
     card = find_gpu(gpu) if gpu else None
     gpu_bytes = card.total_bytes if card else None
@@ -111,7 +110,6 @@ def some_bytes(text: str, flag: str) -> int:
 
 
 def _traced(run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, only_traced: bool) -> Estimated:
-    """The run's trace and peak; measured where it cannot be traced, unless ``only_traced``."""
     measured = None
     try:
         trace = run.trace(batch_size)
@@ -185,13 +183,10 @@ def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tup
     """What would save memory or time; ``below``: bytes of RAM and of disk that an offload stack may take."""
     ways = _Ways(estimated, below)
     (now,) = ways.plain("", estimated.run, estimated.trace)
-    found = advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)
-    return tuple(found[:MAX_SHOWN])
+    return tuple(advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)[:MAX_SHOWN])
 
 
 class _Ways:
-    """The possible ways to run it: with other flags, on fused operators, through an offload stack."""
-
     def __init__(self, estimated: Estimated, below: tuple[int, int]) -> None:
         self.estimated, self.below, self.batch_size = estimated, below, estimated.batch_size
         self.tokens = estimated.batch_size * estimated.run.seq_length
@@ -243,7 +238,6 @@ class _Ways:
             return None  # this model cannot be run so: nothing to advise
 
     def plain(self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int = 0) -> Iterator[Way]:
-        """Without a stack."""
         if trace is not None:
             tokens = (batch_size or self.batch_size) * run.seq_length
             peak = estimate_trace(trace, run.capability, run.expandable).peak_p50
@@ -251,7 +245,6 @@ class _Ways:
             yield Way(change, peak, seconds, _flops(trace) / tokens, also)
 
     def _streamed(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
-        """An offload stack with ``change`` for the step that ``trace`` is of, if it fits."""
         if trace is not None and self.estimated.gpu_bytes is not None:
             stack = estimate_offload(run, trace, self.batch_size, self.estimated.gpu_bytes, *self.below)
             if not stack.refused:

@@ -38,8 +38,7 @@ class Measured:
 
 def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -> Measured:
     """Train ``run`` for two steps with ``batch_size`` sequences, on the first GPU that can be used, else on the CPU.
-    Raises Untraceable where it cannot be made with bytes, or fails with them too; InsufficientMemory.
-    """
+    Raises Untraceable where it cannot be made with bytes, or fails with them too; InsufficientMemory."""
     name = run.spec.name
     if run.spec.make is None:
         raise Untraceable(f"{name} has no factory, so that it cannot be made with its bytes and measured")
@@ -70,7 +69,6 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
 
 
 def _train(run: Run, batch_size: int, device: torch.device, record: "_Record") -> tuple[nn.Module, float]:
-    """The trained model, and the seconds of its last step."""
     assert run.spec.make is not None
     model = run.prepared(run.spec.make().to(run.dtype)).to(device).train()
     if device.type == "cpu":  # a factory may have had its weights before, or have them from a file
@@ -127,7 +125,6 @@ class _Record:
 
 @contextmanager
 def _recorded(device: torch.device, free: int) -> Iterator[_Record]:
-    """As operators on a CPU make them, or as a GPU's allocator tells."""
     if device.type == "cpu":
         wrong = "the model cannot be traced, and two steps of it take more than"
         refusal = f"{wrong} the {format_bytes(free)} of RAM that were free: give a smaller --batch-size"

@@ -76,8 +76,7 @@ Phase = tuple[str, float, float]  # its name, from and to, as shares of the step
 
 def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> tuple[dict[str, list[int]], list[Phase]]:
     """The last step of ``trace`` at ``moments`` moments, or as many as it has events: of every stretch of it the one at
-    which most is allocated, as bytes of each of `CATEGORIES` and of what the allocator holds beyond; and its phases.
-    """
+    which most is allocated, as bytes of each of `CATEGORIES` and of what the allocator holds beyond; and its phases."""
     last = max((step for _, step, _ in trace.marks), default=0)
     begin = min((index for index, step, _ in trace.marks if step == last), default=0)
     # What is freed after the last phase is the end of the run, not of a step.
