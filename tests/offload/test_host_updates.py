@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.delay import set_transfer_delay
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import StaleTensor, StepAbandoned
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.movement.state import set_worker_delay
