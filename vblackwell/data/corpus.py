@@ -119,21 +119,25 @@ def cached(kind: str, key: str, build: Callable[[CommitFolder], None], report: P
     waits for another process that builds the same, and may hang. Raises DiskError."""
     parent = cache_root() / kind
     entry = parent / f"{key}-manifest"  # not the name of an entry that an older version wrote, without one
-    if entry.is_dir():
+
+    def make() -> None:
         try:
-            verify_folder(entry, again)  # a changed digit may be another tokenizer, which can be read
-            return entry
-        except CorruptData as error:
-            report(str(error), None)
-            discard(entry)
+            for leftover in parent.glob(f"*{SUFFIX}"):
+                remove_if_abandoned(leftover)
+            with CommitFolder(parent, entry.name, shared=True) as folder:
+                build(folder)
+        except OSError as error:
+            failed = disk_error("writing the cache", parent, error)
+            raise DiskError(f"{failed}; or set XDG_CACHE_HOME to a folder with room") from error
+
+    if not entry.is_dir():
+        make()
     try:
-        for leftover in parent.glob(f"*{SUFFIX}"):
-            remove_if_abandoned(leftover)
-        with CommitFolder(parent, entry.name, shared=True) as folder:
-            build(folder)
-    except OSError as error:
-        failed = disk_error("writing the cache", parent, error)
-        raise DiskError(f"{failed}; or set XDG_CACHE_HOME to a folder with room") from error
+        verify_folder(entry, again)  # a changed digit may be another tokenizer, which can be read
+    except CorruptData as error:
+        report(str(error), None)
+        discard(entry)
+        make()
     return entry
 
 
