@@ -29,6 +29,20 @@ from vblackwell.units import MiB
 MAX_PINNED_BYTES = 512 * MiB  # of a tensor on its way to a GPU: torch keeps what was pinned
 
 
+def check_architecture(folder: Path, trust_remote_code: bool = False) -> None:
+    """Raises ConfigurationError where config.json names no architecture, Unsupported for an unknown one."""
+    from transformers import CONFIG_MAPPING
+
+    file, raw = folder / "config.json", read_config(folder)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigurationError(f"{file} names no model_type: give the config.json that the model was published with")
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        brought = "the folder brings code for it, which is run with trust_remote_code alone"
+        remedy = brought if "auto_map" in raw else "update transformers"
+        raise Unsupported(f"{file}: transformers has no architecture {kind!r}; {remedy}")
+
+
 def build_on_meta(
     folder: Path,
     dtype: torch.dtype | None,
@@ -47,18 +61,12 @@ def build_on_meta(
     built, CorruptData where the file is no JSON, Unsupported for quantised weights, or an architecture that is not
     known and not trusted.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     file, raw = folder / "config.json", read_config(folder)
-    kind = raw.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigurationError(f"{file} names no model_type: give the config.json that the model was published with")
     if raw.get("quantization_config") and not quantized:
         raise Unsupported(f"{file}: the weights are quantised; training starts from the folder they were made of")
-    if kind not in CONFIG_MAPPING and not trust_remote_code:
-        brought = "the folder brings code for it, which is run with trust_remote_code alone"
-        remedy = brought if "auto_map" in raw else "update transformers"
-        raise Unsupported(f"{file}: transformers has no architecture {kind!r}; {remedy}")
+    check_architecture(folder, trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -83,9 +91,8 @@ def build_on_meta(
         ) from error
     unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unknown:
-        raise Unsupported(
-            f"{folder / 'config.json'}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value"
-        )
+        said = f"the code of {raw['model_type']!r} leaves the buffer {unknown[0]!r} without a value"
+        raise Unsupported(f"{folder / 'config.json'}: {said}")
     return model.train()
 
 

@@ -15,6 +15,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
 from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
+from vblackwell.folders.weights import check_architecture
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
@@ -120,6 +121,7 @@ def generate_command(
     folder, problems = resolve_model(model)
     for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
+    check_architecture(folder)
     tokenizer = read_tokenizer(folder)
     check_tokenizer(folder, tokenizer)
     settings = folder / GENERATION
