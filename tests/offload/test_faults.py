@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
-from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor, Unsupported
+from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory, StaleTensor, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
 from vblackwell.offload import sliced
@@ -225,6 +225,23 @@ def test_a_failed_load_is_an_error_each_time_and_never_numbers(make_stack: MakeS
     optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
     assert step(model, optimizer, 1) == step(plain, reference, 1)
     assert equal(model, plain)
+
+
+def test_a_write_that_the_storage_refuses_leaves_the_group_free(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host")
+    optimizer, engine = VGPUAdamW(model.parameters()), engine_of(model)
+
+    def refuse(*_: object) -> None:
+        raise DiskError("the disk is full")
+
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(DiskError, match="is full"):
+        patch.setattr(stack, "write", refuse)
+        model.head.weight.mul_(2)
+    assert not any(map(engine.weights.is_pinned, engine.groups))
+    step(model, optimizer, 0)
+    release(model)
+    assert offload_of(model) is None and not any(level.used_bytes for level in stack.levels)
 
 
 def test_an_interrupted_forward_is_given_up(make_stack: MakeStack):

@@ -329,8 +329,10 @@ class Offload:
         for group in dict.fromkeys(slot.group for slot in slots):
             self.step_control.wait_for_updates(group)  # an update of the step before may still be written
             buffer = self.step_control.acquire(group)
-            self.stack.write(self.storage.range(group, "weight"), buffer).wait()
-            self.weights.unpin(group)
+            try:
+                self.stack.write(self.storage.range(group, "weight"), buffer).wait()
+            finally:
+                self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]
             self.worker.submit(masters.write_parameters, self.storage, changed).result()
 
