@@ -226,20 +226,41 @@ def test_gradients_are_made_zero_after_updates_on_the_host_without_a_wait(twins:
     assert equal(pair.model, pair.plain)
 
 
+def refuse(*args: object, **more: object) -> None:
+    raise RuntimeError("refused")
+
+
 def test_an_early_update_that_the_worker_refuses_keeps_no_shadows(
     twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
 ):
     pair = twins()
     updates, group, stack = pair.engine.host_updates, pair.engine.groups[0], pair.engine.stack
     before = stack.levels[1].used_bytes
-
-    def refuse(*args: object, **more: object) -> None:
-        raise RuntimeError("another task failed")
-
     monkeypatch.setattr(pair.engine.worker, "submit", refuse)
-    with pytest.raises(RuntimeError, match="another task failed"):
+    with pytest.raises(RuntimeError, match="refused"):
         pair.engine.step_control._start_early(group, None)
     assert stack.levels[1].used_bytes == before and not any(updates.shadows.spare.values())
+
+
+@pytest.mark.parametrize(("update", "refused"), [("host", "pinned"), ("host", "submit"), ("device", "pinned")])
+def test_a_refused_step_changes_no_version(
+    update: str, refused: str, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    """A graph that was made before it is still the weights': its backward goes on."""
+    model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update=update)
+    optimizer, engine = VGPUAdamW(model.parameters()), offload_of(model)
+    MLP.loss(model, 0).backward()
+    loss, before = MLP.loss(model, 1), [state.version for state in engine.states.values()]
+    if refused == "submit":
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="refused"):
+            patch.setattr(engine.worker, "submit", refuse)
+            optimizer.step()
+    else:
+        with engine.reading([engine.groups[0].slots[0]]), pytest.raises(StaleTensor, match="while its forward runs"):
+            optimizer.step()
+    assert [state.version for state in engine.states.values()] == before
+    if update == "host":  # on level 0 the update stays due, and is made before weights are read again
+        loss.backward()
 
 
 def test_a_gradient_waits_for_the_copy_of_one_that_was_given_up(twins: Callable[..., Twins]):

@@ -385,8 +385,12 @@ class HostUpdates(Mover):
         self._weights.invalidate(group)
         state, own, forgiven = self._states[group], self._storage.own_ranges(group), self._worker.forgiven[group.index]
         update = _Update(group, jobs, own, shadows, state.gradient.kind, factor, state.last_load, forgiven)
-        state.update_end = self._worker.submit(self._update, update, group=group.index, postponable=True)
-        state.gradient.task = state.update_end
+        try:
+            task = self._worker.submit(self._update, update, group=group.index, postponable=True)
+        except BaseException:
+            state.version -= 1
+            raise
+        state.update_end = state.gradient.task = task
 
     def _update(self, update: _Update) -> bool:
         """Whether it was made."""

@@ -283,9 +283,9 @@ class WeightStreamer(Mover):
     def invalidate(self, group: Group) -> None:
         """The stored bytes are about to change: what is loaded is dropped, what autograd packed becomes an error."""
         state = self._states[group]
-        state.version += 1
         if state.loaded is not None and state.loaded.pins:
             raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
+        state.version += 1
         self.drop(group)
 
     def lock(self, group: Group, *, arriving: bool = False) -> LoadedWeights | None:
