@@ -487,6 +487,17 @@ def test_what_a_closed_level_dropped_stops_nobody_who_gives_everything_back(make
     assert not engine.storage.in_flight and not any(level["used_bytes"] for level in stack.get_stats()["levels"])
 
 
+def test_an_update_that_fails_at_the_end_keeps_no_byte(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="device")
+    optimizer, engine = VGPUAdamW(model.parameters()), engine_of(model)
+    step(model, optimizer, 0)
+    monkeypatch.setattr(engine.level0._lane, "drain", breaking)
+    with pytest.raises(Broken):
+        engine.close()
+    assert not any(level.used_bytes for level in stack.levels) and not stack.prefetchers
+
+
 class Broken(Exception):
     pass
 

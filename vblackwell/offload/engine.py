@@ -486,11 +486,13 @@ class Offload:
     def close(self) -> None:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
         self.detach()
-        with self.lock:
-            if self.level0 is not None:
-                self.level0.drain()
-            self.weights.drop_all()
-        self.finalizer()  # without the lock: a forward that packs holds the activations' and wants this one
+        try:
+            with self.lock:
+                if self.level0 is not None:
+                    self.level0.drain()
+                self.weights.drop_all()
+        finally:
+            self.finalizer()  # without the lock: a forward that packs holds the activations' and wants this one
 
 
 # -- hooks that keep no model alive ------------------------------------------------------------------------------------
