@@ -101,6 +101,11 @@ def fp4(m: int) -> set[str]:
     return {f"{float(found[str(n), str(k)]):.2f}" for n, k in SHAPES}
 
 
+def two_part() -> set[str]:
+    (row,) = measured("two_part.csv", date="2026-11-27", what="start of 62 layers, 36 M parameters")
+    return numbers(row["measured"])
+
+
 SOURCES = {
     "three lines of Python, clipping on": lambda: lines("2026-11-26T19:20"),
     "three lines, no clipping": lambda: lines("2026-11-26T19:23"),
@@ -116,6 +121,7 @@ SOURCES = {
     "FP4 linears over cuBLAS bf16, one row": lambda: fp4(1),
     "the same, 16 rows": lambda: fp4(16),
     "the same, 1,024 rows": lambda: fp4(1024),
+    "62 linears of 36 M parameters replaced by ones in two parts": two_part,
 }
 TRAINING = RESULTS.split("## Training\n")[1].split("\n|")[0]  # the condition of that section's rows
 CLAIMS = {cells[0]: cells for cells in rows(RESULTS.split("## Measure your own")[0]) if len(cells) == 4}
