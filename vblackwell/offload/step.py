@@ -197,7 +197,7 @@ class StepControl(Mover):
                     job.step.copy_(step)
                 state.early = None
                 state.version -= 1
-                state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
+                state.to(Phase.STORED)
                 place.wait(group)
         if final:  # after everything else is in order: the error comes once
             raise StepAbandoned(

@@ -347,7 +347,7 @@ class HostUpdates(Mover):
             raise
 
     def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
-        """Make the group's ranges what they were before `start_early`; or raise what an earlier task did."""
+        """Make the ranges what they were before `StepControl._start_early`; or raise what an earlier task did."""
         self._worker.raise_failure()
         state = self._states[group]
         state.update_end.exception()
