@@ -174,7 +174,7 @@ def disk_gbps(path: str) -> dict[str, float | str]:
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
     """What `as_rates` reads and ``vb doctor`` shows, in sizes that a cap allows."""
-    room = measured_bytes(device, ADAMW_PARAMETERS * ADAMW_HELD_BYTES)
+    num_bytes = measured_bytes(device, ADAMW_PARAMETERS * ADAMW_HELD_BYTES)
     samples, update = HostSamples(device), HostUpdate()
     together = TogetherSamples(update, device)
     found = _copy_rates(device)
@@ -184,7 +184,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     for name, dtype, width in (("half", half, 8192), ("fp32", torch.float32, 4096)):
         found[f"matmul_{name}_tflops"] = matmul_tflops(device, dtype, width)
         samples.take()
-    found["adamw_gparams"] = adamw_gparams(device, room // ADAMW_HELD_BYTES)
+    found["adamw_gparams"] = adamw_gparams(device, num_bytes // ADAMW_HELD_BYTES)
     together.take()
     added = adds_per_update(update)
     samples.take()
@@ -195,14 +195,14 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     samples.take()
     together.take()
     return found | {
-        "cpu_adamw_beside_copies_gparams": median_sample(together.samples)[1] / 1e9,
+        "cpu_adamw_during_copies_gparams": median_sample(together.samples)[1] / 1e9,
         "adds_per_update": added,
         "issue_us": samples.issue * 1e6,
-        "issue_beside_updates_us": busy * 1e6,
+        "issue_during_updates_us": busy * 1e6,
         "issue_of_loop_us": samples.loop * 1e6,
         "read_us": samples.read * 1e6,
         "streamed_group_us": groups["device"] * 1e6,
-        "streamed_home_group_us": groups["host"] * 1e6,
+        "streamed_host_group_us": groups["host"] * 1e6,
     }
 
 
@@ -289,11 +289,11 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
         down=gpu["gpu_to_host_gbps"] * 1e9,
         up_both=both,
         down_both=both,
-        cpu_adamw=gpu["cpu_adamw_beside_copies_gparams"] * 1e9,
+        cpu_adamw=gpu["cpu_adamw_during_copies_gparams"] * 1e9,
         issue_seconds=issue / 1e6,
         group_issues=max(1.0, gpu["streamed_group_us"] / issue),
-        home_group_issues=max(1.0, gpu["streamed_home_group_us"] / issue),
-        busy_issues=max(1.0, gpu["issue_beside_updates_us"] / issue),
+        home_group_issues=max(1.0, gpu["streamed_host_group_us"] / issue),
+        busy_issues=max(1.0, gpu["issue_during_updates_us"] / issue),
         loop_issues=gpu["issue_of_loop_us"] / issue,
         read_issues=gpu["read_us"] / issue,
         adds_per_update=gpu["adds_per_update"],

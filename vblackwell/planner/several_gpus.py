@@ -120,12 +120,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """A step of ``tokens`` on ``num_gpus`` cards, joined in ``topology`` by ``link``, each with ``room`` free bytes."""
+    """A step of ``tokens`` on ``num_gpus`` cards, joined in ``topology`` by ``link``, each with ``free_bytes``."""
 
     num_gpus: int
     topology: str
     link: str
-    room: int
+    free_bytes: int
     tokens: int  # of all GPUs
     step_seconds: float
     communication_seconds: float  # in which a GPU's port works
@@ -136,7 +136,7 @@ class ShardedStep:
 
     @property
     def fits(self) -> bool:
-        return self.gpu_bytes <= self.room
+        return self.gpu_bytes <= self.free_bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits}
