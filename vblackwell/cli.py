@@ -22,7 +22,7 @@ from typing import Any
 from vblackwell.errors import ConfigurationError, VBError, nearest
 
 DEBUG = "--debug"
-# torch's profiler and allocators write lines of their own between ours; read when torch is imported.
+# torch's profiler and allocators write lines between ours; read when torch is imported.
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 

@@ -212,7 +212,7 @@ def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
 
 
 def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
-    """Take ``param`` from its engine: of its own class again, with ``data``."""
+    """Take ``param`` from its engine: of ``plain_class`` again, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
         vars(param).pop(name, None)
     param.__class__ = plain_class

@@ -2,8 +2,8 @@
 
 Many of torch's shape rules are Python and take a third of a millisecond a call, hundreds of times in a model of thirty
 equal layers; an answer depends on shapes, strides, dtypes and plain arguments alone. Kept are only answers that are
-new, dense tensors of their own, or the first argument changed in place; every other operator (views, what reads values,
-what touches tensors with bytes) runs as always.
+new, dense tensors in separate memory, or the first argument changed in place; every other operator (views, what reads
+values, what touches tensors with bytes) runs as always.
 """
 
 from collections.abc import Callable

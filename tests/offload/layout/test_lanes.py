@@ -49,9 +49,9 @@ def test_bytes_of_states_and_gradients():
     assert late.up_bytes == pytest.approx(6 * 12_000, rel=0.01) and late.down_bytes == pytest.approx(
         6 * 14_000, rel=0.01
     )
-    home = simulate(LanePlan(chain(on_host=True), 6 * 2000, 20000), FAST)  # the CPU's weights come up anew
-    assert home.up_bytes == pytest.approx(6 * 2000, rel=0.01) and home.down_bytes == pytest.approx(6 * 2000, rel=0.01)
-    assert home.busy["cpu"] > 0
+    host = simulate(LanePlan(chain(on_host=True), 6 * 2000, 20000), FAST)  # the CPU's weights come up anew
+    assert host.up_bytes == pytest.approx(6 * 2000, rel=0.01) and host.down_bytes == pytest.approx(6 * 2000, rel=0.01)
+    assert host.busy["cpu"] > 0
 
 
 def test_a_slow_link_or_cpu_sets_the_pace():
@@ -89,8 +89,8 @@ def test_while_steps_clip_states_and_gradients_wait_for_the_norm():
     assert clipped.up_bytes == pytest.approx(6 * 12_000, rel=0.01)  # gradients come back
     # Nothing overlaps with backward, three quarters of the compute: the forward and the link are what is left.
     assert clipped.step_seconds > free.step_seconds + 6
-    home = simulate(LanePlan(chain(on_host=True), 12000, 20000, clips=True), replace(FAST, cpu_adamw=1000.0))
-    assert home.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin after backward, and end before forward's last
+    host = simulate(LanePlan(chain(on_host=True), 12000, 20000, clips=True), replace(FAST, cpu_adamw=1000.0))
+    assert host.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin after backward, and end before forward's last
 
 
 def test_micro_batches_pass_weights_and_gradients_again():
@@ -219,13 +219,13 @@ def llama(share: float, weight_gib: float) -> LanePlan:
     block, head = 2 * BLOCK * TOKENS + 2 * TOKENS * SEQ * HIDDEN, 2 * EDGE * TOKENS
     unit = compute / (LAYERS * 4 * block + 3 * head)
     late = sizes[int(len(sizes) * 0.15) :]
-    home, taken, seen = set[int](), 0, 0
+    on_host, taken, seen = set[int](), 0, 0
     for index in reversed(range(len(sizes) - len(late), len(sizes))):
         seen += sizes[index]
         if taken + sizes[index] / 2 <= share * sum(sizes) * seen / sum(late):
-            home.add(index)
+            on_host.add(index)
             taken += sizes[index]
-    on_level0 = [index for index in range(len(sizes)) if index not in home]
+    on_level0 = [index for index in range(len(sizes)) if index not in on_host]
     deferred = set(on_level0[len(on_level0) - round(0.15 * len(on_level0)) :])
     groups = []
     for index, size in enumerate(sizes):
@@ -234,7 +234,7 @@ def llama(share: float, weight_gib: float) -> LanePlan:
         backward = 3 * block if inner else 2 * head if index else 0
         inputs = TOKENS * HIDDEN * 2 if inner else 0
         groups.append(
-            GroupWork(size, 2 * size, unit * forward, unit * backward, inputs, index in home, index in deferred)
+            GroupWork(size, 2 * size, unit * forward, unit * backward, inputs, index in on_host, index in deferred)
         )
     return LanePlan(tuple(groups), int(weight_gib * GiB), int(1.5 * 10 * BLOCK))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from vblackwell.kernels.attention.device import load_mask, load_words, visible
 
 WORD = 64
-# Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no check of their own.
+# Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no separate check.
 PADDING = 256
 CHUNK = 64
 # A mask of one head and its strides, as `load_mask` and `load_words` read it.

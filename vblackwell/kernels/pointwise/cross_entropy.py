@@ -146,13 +146,13 @@ def _linear_cross_entropy(
     dbias_V = hidden_TD.new_zeros(words if with_bias else 0, dtype=torch.float32)
     loss_T = hidden_TD.new_empty(tokens, dtype=torch.float32)
     # Rows start at multiples of 128 bytes: matrix kernels need 16 for their wide loads, and 50257 words would give 2.
-    room = hidden_TD.new_empty(min(chunk, tokens), -(-words // 64) * 64)[:, :words]
+    buffer_CV = hidden_TD.new_empty(min(chunk, tokens), -(-words // 64) * 64)[:, :words]
     step = kernels().loss_and_gradient_ if runs_triton("cross_entropy", hidden_TD, 0) else _torch_step
     with torch.autocast(hidden_TD.device.type, enabled=False):
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             hidden_CD, targets_C = hidden_TD[part], targets_T[part]
-            logits_CV = room[: hidden_CD.shape[0]]
+            logits_CV = buffer_CV[: hidden_CD.shape[0]]
             if bias_V is None:
                 torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
             else:

@@ -89,7 +89,7 @@ class DeviceUpdates(Mover):
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
         kind, own = None, self._storage.own_ranges(group)
         sources, targets = own.copy(), shadows or own
-        loaded = self._fetch(group) if gradient is None else weights.lock(group)
+        loaded = self._lock_or_load(group) if gradient is None else weights.lock(group)
         if loaded is None:
             weights.invalidate(group)
         try:
@@ -169,7 +169,7 @@ class DeviceUpdates(Mover):
             del self._due[group]
             self._states[group].update_is_queued()
 
-    def _fetch(self, group: Group) -> LoadedWeights | None:
+    def _lock_or_load(self, group: Group) -> LoadedWeights | None:
         """The weights that the next forward will use, locked, or on their way there; None where they have no room."""
         weights = self._weights
         # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.

@@ -459,7 +459,7 @@ class Lane:
         for queue in self._queues.loading:
             end.weights.wait_on(queue)
         if self._stage is not None:
-            self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
+            self._stage.read_ahead()  # forward has begun: what waited for its step is committed now
 
     def drain(self) -> None:
         self._queues.synchronize()
