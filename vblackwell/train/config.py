@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.nn.convert.lora import Lora
+from vblackwell.offload.layout.places import OLD_PLACES, PLACES
 from vblackwell.train.runfolder import read_stored_config
 from vblackwell.units import parse_bytes
 
@@ -204,8 +205,6 @@ class TrainConfig:
         return self.batch_size * self.accumulation_steps * self.seq_length
 
 
-PLACES = ("auto", "device", "host")  # of updates
-OLDER_PLACES = {"level0": "device", "home": "host"}  # their names in older settings
 _COUNTS = {
     "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
     "max_skipped_steps": 1, "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0,
@@ -240,7 +239,7 @@ def _checked(name: str, value: Any) -> Any:
         kind = f"one of {', '.join(get_args(hint))}: choose one"
         found = value if value in get_args(hint) else None
     elif isinstance(value, str):
-        found = _read(wanted, OLDER_PLACES.get(value, value) if name == "update" else value)
+        found = _read(wanted, OLD_PLACES.get(value, value) if name == "update" else value)
     elif type(value) is not wanted:
         found = float(value) if wanted is float and type(value) is int else None
     if wanted is int and found is not None and found < _COUNTS[name]:

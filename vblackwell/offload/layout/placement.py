@@ -36,11 +36,9 @@ from vblackwell.offload.layout.groups import (
     smallest_buffer,
 )
 from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
+from vblackwell.offload.layout.places import OLD_PLACES, PLACES
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import MiB, format_bytes
-
-PLACES = ("auto", "device", "host")  # where AdamW runs
-OLD_PLACES: dict[str | float, str] = {"level0": "device", "home": "host"}  # older names, which are taken as well
 
 # On a GPU, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
