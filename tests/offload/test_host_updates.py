@@ -259,8 +259,7 @@ def test_a_refused_step_changes_no_version(
         with engine.reading([engine.groups[0].slots[0]]), pytest.raises(StaleTensor, match="while its forward runs"):
             optimizer.step()
     assert [state.version for state in engine.states.values()] == before
-    if update == "host":  # on level 0 the update stays due, and is made before weights are read again
-        loss.backward()
+    loss.backward()
 
 
 def test_a_gradient_waits_for_the_copy_of_one_that_was_given_up(twins: Callable[..., Twins]):

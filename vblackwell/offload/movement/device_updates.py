@@ -141,6 +141,9 @@ class DeviceUpdates(Mover):
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
         """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
         self._start_due(group)  # of another step, whose turn is first
+        if self.at_once:  # before it is due: it would be made later, when others of its step were not
+            self._unlock_group(group)
+            self._weights.refuse_in_use(group)
         self._due[group] = jobs, factor
         self._states[group].to(Phase.DUE)
         if self.at_once:

@@ -282,11 +282,15 @@ class WeightStreamer(Mover):
 
     def invalidate(self, group: Group) -> None:
         """The stored bytes are about to change: what is loaded is dropped, what autograd packed becomes an error."""
-        state = self._states[group]
-        if state.loaded is not None and state.loaded.pins:
-            raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
-        state.version += 1
+        self.refuse_in_use(group)
+        self._states[group].version += 1
         self.drop(group)
+
+    def refuse_in_use(self, group: Group) -> None:
+        """Raise StaleTensor where somebody holds what is loaded of ``group``."""
+        loaded = self._states[group].loaded
+        if loaded is not None and loaded.pins:
+            raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
 
     def lock(self, group: Group, *, arriving: bool = False) -> LoadedWeights | None:
         """The group's loaded (or ``arriving``) bytes, for an update in place; None: not there, or others hold them."""
