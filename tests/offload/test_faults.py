@@ -231,6 +231,7 @@ def test_a_write_that_the_storage_refuses_leaves_the_group_free(make_stack: Make
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host")
     optimizer, engine = VGPUAdamW(model.parameters()), engine_of(model)
+    before = model.head.weight.detach().clone()
 
     def refuse(*_: object) -> None:
         raise DiskError("the disk is full")
@@ -239,6 +240,7 @@ def test_a_write_that_the_storage_refuses_leaves_the_group_free(make_stack: Make
         patch.setattr(stack, "write", refuse)
         model.head.weight.mul_(2)
     assert not any(map(engine.weights.is_pinned, engine.groups))
+    assert torch.equal(model.head.weight.detach(), before)
     step(model, optimizer, 0)
     release(model)
     assert offload_of(model) is None and not any(level.used_bytes for level in stack.levels)

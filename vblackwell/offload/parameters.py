@@ -296,8 +296,10 @@ class UsedParameters:
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
             with engine.lock, _unseen():
+                written = False
                 try:
                     engine.write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
+                    written = True
                 finally:
                     for slot in taken:
                         self._pins[slot] -= 1
@@ -305,6 +307,8 @@ class UsedParameters:
                             self.hide(slot)
                     for group in groups:
                         engine.weights.unpin(group)
+                        if not written and not engine.weights.is_pinned(group):
+                            engine.weights.drop(group)  # what is read next is what is stored
 
     def _pin(self, slot: Slot) -> None:
         param, pins = slot.param, self._pins.get(slot, 0)
