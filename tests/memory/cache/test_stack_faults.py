@@ -118,6 +118,25 @@ def test_exchange_of_places_with_a_device_that_gives_no_memory(stack: VGPUStack,
     check(stack, range(8))
 
 
+def test_exchange_of_places_without_ram_to_pass_through(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
+    """All levels full, and the system gives no memory to lift the key into: it keeps its place."""
+    for i in (6, 7):
+        stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)
+    empty, refused = torch.empty, []
+
+    def refuse(size: object, **more: object) -> torch.Tensor:
+        if size == PAGE and not refused:
+            refused.append(size)
+            raise MemoryError("no memory")
+        return empty(size, **more)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch, "empty", refuse)
+        stack.access("k3")
+    assert refused and stack.level_of("k3") == 1
+    check(stack, range(8))
+
+
 def test_an_update_that_fails_leaves_the_old_bytes(stack: VGPUStack, calls: Calls):
     calls.write_error = errno.EIO
     with pytest.raises(DiskError):

@@ -220,8 +220,8 @@ class Placement:
     def _lift(self, entry: Entry, old: Extent, plan: Plan) -> None:
         """Take the bytes of ``entry`` from ``old``, which was displaced, into RAM before ``plan`` writes there."""
         level = self._levels[entry.level]
-        stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
         try:
+            stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
             level.read(old, stray).finish()
         except BaseException:
             with self._lock:
