@@ -61,6 +61,7 @@ class Run:
         self.system = builder_of(case.system)(case, self.device)
         self.synchronize()
         self.build_seconds = time.perf_counter() - began
+        self.began = began if self.system.began is None else self.system.began
         say("phase", text=f"built in {self.build_seconds:.1f} s, {since_start():.1f} s after the process began")
 
     def synchronize(self) -> None:
@@ -145,7 +146,7 @@ def train(run: Run) -> Result:
             result.grad_norms.append(norm)
         number = len(result.losses)
         if number == 1:
-            result.first_step_seconds = since_start()
+            result.first_step_seconds = time.perf_counter() - run.began
         say("step", step=number, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
 
     for number, ids_BS in enumerate(Feed(batches, run.device)):

@@ -10,9 +10,10 @@ streamed   the same Decoder under the cap, streaming from the levels below
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -41,6 +42,7 @@ class System:
         finish: waits for what still runs after the step.
         stats: ``VGPUStack.get_stats`` of ours.
         notes: what a reader of the result should know.
+        began: of `time.perf_counter`, where setting up begins; None: with building.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class System:
     finish: Callable[[], None] = lambda: None
     stats: Callable[[], dict[str, Any]] | None = None
     notes: list[str] = field(default_factory=list)
+    began: float | None = None
     _clipped: Tensor | None = None
 
     def step(self, ids_BS: Tensor, learning_rate: float, accumulation: int = 1) -> Tensor:
@@ -183,11 +186,12 @@ def build_lines(case: Case, device: torch.device, placement: str = "auto") -> Sy
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose buffers are computed, not drawn
     model.tie_weights()  # what is empty has been made anew
     drawn_weights(case, model, device)
+    began = time.perf_counter()
     stack = create_vgpu_stack(case.cap_bytes, device=device)
     model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement=placement)
     clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
     optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), **clipping, update_in_backward=True)
-    return ours(model, optimizer, hf_loss(model, device), stack)
+    return replace(ours(model, optimizer, hf_loss(model, device), stack), began=began)
 
 
 def build_enabled(case: Case, device: torch.device) -> System:
