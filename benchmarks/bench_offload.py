@@ -49,6 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--systems", type=names, default=[s for s in SYSTEMS if s not in ("enabled", "held")], help=", ".join(SYSTEMS))
     add("--shape", choices=tuple(SHAPES), default="2.70B")
+    add("--layers", type=int, default=None, help="so many of the shape's: a slice of what RAM cannot hold")
     add("--seq", type=int, default=2048, help="tokens in a sequence")
     add("--batch", type=int, default=8, help="sequences in a forward")
     add("--accumulation", type=int, default=1, help="forwards and backwards in a step")
@@ -88,6 +89,7 @@ def case_of(system: str, args: argparse.Namespace) -> Case:
         cap_bytes=args.cap if system in args.capped else None,
         host_bytes=args.host_memory,
         disk_bytes=args.disk_memory,
+        drawn=args.layers and replace(SHAPES[args.shape], num_layers=args.layers),
     )
 
 
