@@ -88,14 +88,8 @@ class Bench:
         self.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
         self.cuda = self.device.type == "cuda"
         shape = SHAPES[options.shape]
-        self.config = DecoderConfig(
-            shape.vocab_size,
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_layers,
-            shape.num_heads,
-            max_position=options.seq,
-        )
+        sizes = (shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads)
+        self.config = DecoderConfig(*sizes, max_position=options.seq)
         self.dtype = torch.bfloat16 if self.cuda else None
         cap = parse_bytes(options.cap)
         self.rates: Rates = as_rates(gpu_rates(self.device)) if self.cuda else cpu_rates()
