@@ -143,20 +143,8 @@ def main(argv: list[str] | None = None) -> Run:
     print(f"{args.shape}, prompt {args.prompt}, new {args.new}; GB of 1e9 bytes\n{HEAD}", flush=True)
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     folder, stays = folder_for(args.folder, num_bytes)
-    case = Case(
-        "folder",
-        str(folder),
-        args.shape,
-        args.batches,
-        args.prompt,
-        args.new,
-        args.through_new,
-        args.cap,
-        args.host_memory,
-        args.device,
-        args.dtype,
-        args.seed,
-    )
+    what = (str(folder), args.shape, args.batches, args.prompt, args.new, args.through_new)
+    case = Case("folder", *what, args.cap, args.host_memory, args.device, args.dtype, args.seed)
     try:
         for system in ["folder", *args.systems]:
             run.start(replace(case, system=system, batches=args.batches_of.get(system, args.batches)))

@@ -105,24 +105,9 @@ def main(argv: list[str] | None = None) -> list[Result]:
     about = told_machine()
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     (folder, stays), results = folder_for(args.folder, num_bytes), list[Result]()
-    case = Case(
-        "",
-        str(folder),
-        args.shape,
-        args.rank,
-        args.alpha,
-        args.batch,
-        args.seq,
-        args.steps,
-        args.learning_rate,
-        5,
-        args.cap,
-        args.host_memory,
-        args.placement,
-        args.device,
-        args.dtype,
-        args.seed,
-    )
+    same = ("shape", "rank", "alpha", "batch", "seq", "steps", "learning_rate", "placement", "device", "dtype", "seed")
+    asked = {name: getattr(args, name) for name in same}
+    case = Case("", str(folder), **asked, rise_steps=5, cap_bytes=args.cap, host_bytes=args.host_memory)
 
     def run(script: Path, argument: str, system: str, hear: Any) -> None:
         def heard(event: dict[str, Any]) -> None:
@@ -146,20 +131,8 @@ def main(argv: list[str] | None = None) -> list[Result]:
         append_csv(args.csv, [{**about, "parameters": case.sizes.num_parameters, **row}])
 
     try:
-        writer = FolderCase(
-            "folder",
-            str(folder),
-            args.shape,
-            (1,),
-            1,
-            1,
-            0,
-            args.cap,
-            args.host_memory,
-            args.device,
-            args.dtype,
-            args.seed,
-        )
+        what, where = (str(folder), args.shape, (1,), 1, 1, 0), (args.device, args.dtype, args.seed)
+        writer = FolderCase("folder", *what, args.cap, args.host_memory, *where)
         if not (folder / INDEX).is_file():
             run(FOLDER_CHILD, writer.to_json(), "folder", None)
         for system in args.systems:

@@ -45,7 +45,6 @@ from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimizat
 from vblackwell.machine.device import cap_process
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.rates import Rates
-from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates
 from vblackwell.planner.forecast import Forecast, Machine
@@ -88,14 +87,7 @@ class Bench:
         self.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
         self.cuda = self.device.type == "cuda"
         shape = SHAPES[options.shape]
-        self.config = DecoderConfig(
-            shape.vocab_size,
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_layers,
-            shape.num_heads,
-            max_position=options.seq,
-        )
+        self.config = shape.decoder_config(options.seq)
         self.dtype = torch.bfloat16 if self.cuda else None
         cap = parse_bytes(options.cap)
         self.rates: Rates = as_rates(gpu_rates(self.device)) if self.cuda else cpu_rates()

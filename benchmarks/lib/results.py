@@ -74,10 +74,10 @@ def goal_header(what: str = "ratio") -> str:
 
 def goal_line(words: str, value: float, floor: float | None = None, aim: float | None = None) -> str:
     """``words`` and ``value``, of which more is better, and whether ``floor`` and ``aim`` are met where there are."""
-    if floor is None or aim is None:
-        return f"{words:{WIDTH}}{value:9.3f}"
-    said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
-    return f"{words:{WIDTH}}{value:9.3f}{floor:8.3g}{aim:8.3g}  {said}"
+    goals = "".join(f"{'' if goal is None else f'{goal:.3g}':>8}" for goal in (floor, aim))
+    missed, met = floor is not None and not value >= floor, aim is not None and value >= aim
+    said = "MISSED" if missed else "aim met" if met else "" if floor is None else "floor met"
+    return f"{words:{WIDTH}}{value:9.3f}{goals}  {said}".rstrip()
 
 
 def read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:

@@ -25,13 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.child_process import run_child, say
-from benchmarks.lib.kernels.fp4_layers import Tiled, layers_of, parts_of, run_plan
+from benchmarks.lib.kernels.fp4_layers import Source, Tiled, compile_for, error_over_bound, layers_of, run_plan, sources
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
 from benchmarks.lib.results import seconds_since_start, tell
 from benchmarks.tune.fp4_candidates import Plan, plans
-from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import mma_plan, wgmma_plan
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
 from vblackwell.kernels.runtime import nvrtc
 
 Cell = tuple[int, int, int]
@@ -44,28 +41,15 @@ def parse_cells(text: str) -> list[Cell]:
     return [(size[0], size[1], size[2]) for size in sizes]
 
 
-Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
-
-
-def sources(m: int, n: int, k: int) -> list[Source]:
+def cell_sources(m: int, n: int, k: int) -> list[Source]:
     """What the plans of a cell run."""
-    found = (part for plan in plans(m, n, k) for part in parts_of(plan, m, n))
-    return [
-        (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, tuple(part.macros(False).items()))
-        for part in found
-    ]
+    return [source for plan in plans(m, n, k) for source in sources(plan, m, n)]
 
 
-def compile_for(source: Source) -> None:
-    """Into the cache on disk, from which workers load."""
-    files, macros = source
-    nvrtc.cached_cubin(files, dict(macros), "sm_90a")
-
-
-def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor, theirs: float) -> bool:
-    """Whether rounded outputs repeat and are as near to ``exact``, 1.1 times, as cuBLAS's, which err by ``theirs``."""
+def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int) -> bool:
+    """Whether outputs repeat and are near to float64's."""
     first, second = (run_plan(plan, x, tiled, n) for _ in range(2))
-    return torch.equal(first, second) and float((first.double() - exact).norm()) <= 1.1 * theirs
+    return torch.equal(first, second) and error_over_bound(first, x, tiled, n, x.shape[1]) <= 1
 
 
 def measure(cell: Cell, rounds: int) -> list[list[object]]:
@@ -74,24 +58,19 @@ def measure(cell: Cell, rounds: int) -> list[list[object]]:
     """
     m, n, k = cell
     packed, dense = layers_of(n, k)
-    w = fp4_launch.run_dequantize(packed[0], n, k, torch.bfloat16)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    exact = x.double() @ w.double().t()
-    theirs = float((torch.nn.functional.linear(x, w).double() - exact).norm())
-    del w
     rows: list[list[object]] = []
     timed: list[tuple[float, int, Plan]] = []
     for place, plan in enumerate(plans(*cell)):
         try:
             say("plan", place=place)
-            if not good(plan, x, packed[0], n, exact, theirs):
+            if not good(plan, x, packed[0], n):
                 rows.append(["WRONG", repr(plan), "", ""])
                 continue
             calls = [functools.partial(run_plan, plan, x, p, n) for p in packed]
             timed.append((graph_us(calls, 3), place, plan))
         except nvrtc.KernelError as error:
             rows.append([f"REFUSED: {error}".splitlines()[0][:120], repr(plan), "", ""])
-    del exact
     finalists = [plan for _, place, plan in sorted(timed, key=lambda one: one[:2]) if place > 0][:FINALISTS]
     finalists = [plan for _, place, plan in timed if place == 0] + finalists
     systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
@@ -105,13 +84,13 @@ def measure(cell: Cell, rounds: int) -> list[list[object]]:
 def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> None:
     rows = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
-        wanted = dict.fromkeys(source for cell in cells for source in sources(*cell))
+        wanted = dict.fromkeys(source for cell in cells for source in cell_sources(*cell))
         jobs = {source: pool.submit(compile_for, source) for source in wanted}
 
         for cell in cells:
             if seconds_since_start() > seconds:
                 break
-            for source in sources(*cell):
+            for source in cell_sources(*cell):
                 jobs[source].result()
             found, place = list[list[object]](), 0
 

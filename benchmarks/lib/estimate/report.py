@@ -30,22 +30,12 @@ def rows_of(predicted: Mapping[str, Row], measured: Mapping[str, Row], context: 
         row: Row = {"case": key, "error": error}
         if not error and real.get("allocated"):
             device = real["reserved"] + (real["context"] or context or 0) if real["context"] or context else None
-            row |= {
-                "predicted_allocated": told["allocated"],
-                "allocated": real["allocated"],
-                "predicted_reserved": told["reserved"],
-                "reserved": real["reserved"],
-                "predicted_context": told["context"],
-                "context": real["context"],
-                "predicted_peak": told["peak_p50"],
-                "predicted_p99": told["peak_p99"],
-                "device": device,
-                "predicted_step_seconds": told.get("step_seconds"),
-                "step_seconds": real.get("step_seconds"),
-                "issue_seconds": real.get("issue_seconds"),
-                "gpu_seconds": told.get("gpu_seconds"),
-                "host_seconds": told.get("host_seconds"),
-            }
+            for of in ("allocated", "reserved", "context"):
+                row |= {f"predicted_{of}": told[of], of: real[of]}
+            row |= {"predicted_peak": told["peak_p50"], "predicted_p99": told["peak_p99"], "device": device}
+            row |= {"predicted_step_seconds": told.get("step_seconds")}
+            row |= {of: real.get(of) for of in ("step_seconds", "issue_seconds")}
+            row |= {of: told.get(of) for of in ("gpu_seconds", "host_seconds")}
         found.append(row)
     return found
 

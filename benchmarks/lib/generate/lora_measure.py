@@ -61,16 +61,8 @@ def ours(case: Case, device: torch.device, result: Result) -> Step:
 
     stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, 0, device=device, cap_process=False)
     dtype = getattr(torch, case.dtype)
-    model: Any = load_causal_lm(
-        case.folder,
-        stack,
-        dtype=dtype,
-        lora=Lora(case.rank, case.alpha),
-        fp4="nvfp4",
-        placement=case.placement,
-        compute_dtype=dtype,
-        seed=case.seed,
-    )
+    how: dict[str, Any] = {"lora": Lora(case.rank, case.alpha), "fp4": "nvfp4", "placement": case.placement}
+    model: Any = load_causal_lm(case.folder, stack, dtype=dtype, compute_dtype=dtype, seed=case.seed, **how)
     engine = offload_of(model)
     result.placement = engine.placement if engine is not None else ""
     accelerate_causal_lm(model)

@@ -34,9 +34,9 @@ class Peer:
     module: str
     build: Callable[[Tensor], Callable[[Tensor], Tensor]]
 
-    def why_not(self) -> str | None:
-        """Why it cannot be compared with here; ``None`` if it can."""
-        return None if importlib.util.find_spec(self.module) else "not installed"
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
 
     def layers(self, w_NK: Tensor, count: int) -> list[Callable[[Tensor], Tensor]]:
         """``count`` layers of the weight's values, each with separate memory.
@@ -87,36 +87,16 @@ def _torchao(w_NK: Tensor) -> Callable[[Tensor], Tensor]:
     return linear
 
 
-def _bitsandbytes(w_NK: Tensor) -> Callable[[Tensor], Tensor]:
-    import bitsandbytes  # pyright: ignore[reportMissingImports]
-
-    n, k = w_NK.shape
-    linear = bitsandbytes.nn.Linear4bit(k, n, bias=False, compute_dtype=w_NK.dtype, quant_type="nf4")
-    linear.load_state_dict({"weight": w_NK.cpu()})
-    return linear.to(w_NK.device)
-
-
-def _gemlite(w_NK: Tensor) -> Callable[[Tensor], Tensor]:
-    from gemlite.helper import A16W4_MXFP  # pyright: ignore[reportMissingImports]
-
-    return A16W4_MXFP(device=str(w_NK.device), dtype=w_NK.dtype).from_linear(_plain(w_NK))
-
-
 PEERS = (
     Peer("torchao int4 g32", "torchao", _torchao),
-    Peer("bitsandbytes nf4", "bitsandbytes", _bitsandbytes),
     Peer("humming mxfp4", "humming", _humming_mxfp4),
     Peer("humming e2m1 e4m3/16", "humming", _humming_e4m3),
-    Peer("gemlite mxfp4", "gemlite", _gemlite),
 )
 
 
 def choose(names: str) -> tuple[Peer, ...]:
-    """'all', 'none', or peers whose name begins with one of the comma-separated words."""
-    if names in ("all", "none"):
-        return PEERS if names == "all" else ()
-    words = tuple(names.split(","))
-    chosen = tuple(peer for peer in PEERS if peer.name.startswith(words))
-    if not chosen:
-        raise SystemExit(f"--peers {names}: choose all, none or of {', '.join(peer.name for peer in PEERS)}")
+    """Peers whose name begins with one of the comma-separated words; 'none'."""
+    chosen = tuple(peer for peer in PEERS if peer.name.startswith(tuple(names.split(","))))
+    if not chosen and names != "none":
+        raise SystemExit(f"--peers {names}: choose none, or of {', '.join(peer.name for peer in PEERS)}")
     return chosen

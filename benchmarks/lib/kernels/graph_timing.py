@@ -1,8 +1,10 @@
-"""How benchmarks of kernels take times: CUDA graphs between events, and the median."""
+"""How benchmarks of kernels take times: CUDA graphs between events, and the median; or calls one after another."""
 
 from __future__ import annotations
 
+import gc
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -84,3 +86,26 @@ def turns_us(graphs: Sequence[Replay], rounds: int) -> list[float]:
             if number:
                 found.append(us)
     return [statistics.median(found) for found in times]
+
+
+def eager_us(calls: Sequence[Callable[[], object]], seconds: float = 3e-3) -> list[float]:
+    """Least time of each of ``calls``, in us, the host's launches included: of rounds in which each is called for about
+    so many ``seconds`` and waited for, in turns. The least, because what other programs do to the host only adds.
+    """
+
+    def timed(call: Callable[[], object], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / repeats
+
+    once = [min(timed(call, 1) for _ in range(3)) for call in calls]
+    repeats = max(1, min(100, int(seconds / min(once))))
+    gc.collect()
+    gc.disable()
+    try:
+        rounds = [[timed(call, repeats) for call in calls] for _ in range(12 if max(once) < 0.01 else 5)]
+    finally:
+        gc.enable()
+    return [1e6 * min(times) for times in zip(*rounds, strict=True)]

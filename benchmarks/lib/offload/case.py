@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 
+from vblackwell.nn.decoder.config import DecoderConfig
+
 SYSTEMS = ("plain", "lines", "held", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
 PEAK = 989e12  # FLOP/s in bf16 of an H100 or H200, by its data sheet
 
@@ -44,6 +46,11 @@ class Shape:
         rows = self.vocab_size * (1 if self.tied else 2) + self.positions
         last_norm = (2 if self.family == "gpt2" else 1) * self.hidden_size
         return self.num_layers * self.block_parameters + rows * self.hidden_size + last_norm
+
+    def decoder_config(self, max_position: int) -> DecoderConfig:
+        """Our decoder of this shape, a llama's."""
+        sizes = (self.vocab_size, self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads)
+        return DecoderConfig(*sizes, self.num_kv_heads, max_position=max_position)
 
 
 SHAPES = {

@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from benchmarks.lib.draw import worst_and_median
 from benchmarks.lib.offload.case import FAMILIES, Result, Shape
-from benchmarks.lib.results import goal_line
 from vblackwell.units import GiB, KiB, format_bytes
 
 PLAIN_STATE = 18  # bytes a parameter: weights, gradients, moments, and autocast's bf16 copies
 PLAIN_LOGIT = 12  # bytes: bf16 and fp32, and their gradients
 SHARE_OF_GPU = 0.85  # that plain PyTorch may need
-FLOOR, AIM = (0.8, 1.1), (1.0, 1.25)  # of the worst and the median ratio
+GOALS = (0.8, 1.0), (1.1, 1.25)  # floor and aim of the worst and of the median ratio
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,5 @@ def draw_lines(pairs: list[tuple[Draw, Result, Result]]) -> list[str]:
             f"{ratio:7.3f} {drawn.name}: {ours.tokens_per_second:,.0f} over {plain.tokens_per_second:,.0f} tokens/s"
             f"{memory}"
         )
-    if ratios:
-        ordered = sorted(ratios)
-        middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-        lines.append(goal_line("three lines, tokens/s over plain, worst of the draw", ordered[0], FLOOR[0], AIM[0]))
-        lines.append(goal_line("... the median", middle, FLOOR[1], AIM[1]))
+    lines += worst_and_median("three lines, tokens/s over plain", ratios, *GOALS)
     return [*lines, f"caps held: {held} of {len(pairs)}"]

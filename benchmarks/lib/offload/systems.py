@@ -241,20 +241,11 @@ def _build_decoder(
     case: Case, device: torch.device, placement: str, placing: dict[str, Any], updating: dict[str, Any]
 ) -> System:
     from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
-    from vblackwell.nn.decoder.config import DecoderConfig
     from vblackwell.nn.decoder.decoder import Decoder
 
     shape, streamed = case.decoder, placement == "streamed"
     stack = our_stack(case, device, streamed=streamed)
-    config = DecoderConfig(
-        shape.vocab_size,
-        shape.hidden_size,
-        shape.intermediate_size,
-        shape.num_layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        max_position=max(case.seq, 2048),
-    )
+    config = shape.decoder_config(max(case.seq, 2048))
     model = Decoder(config, device="meta").to_empty(device="cpu" if streamed else device)
     drawn_weights(case, model, device)
     model.gradient_checkpointing = True

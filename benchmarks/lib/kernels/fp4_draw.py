@@ -1,0 +1,95 @@
+"""Products that bench_fp4.py times, of a list or drawn from a seed, and the summary of their ratios."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.lib.draw import Goal, odd_or_round_size, size_between, worst_and_median
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Source, sources
+from benchmarks.lib.kernels.fp4_peers import PEERS
+from vblackwell.kernels.fp4 import mma_plan, wgmma_plan
+
+SIZES, ODD = (512, 32768), 0.25  # of N and K
+STREAMED_BYTES = 128 << 20  # of packed weights that a replay reads: 2.5 times the L2 of a Hopper GPU
+# Rows of x, and floor and aim of the worst and the median ratio to cuBLAS bf16; DESIGN.md's P4 has the aims.
+GOALS: dict[tuple[int, int], tuple[Goal, Goal]] = {
+    (1, 16): ((None, 2.57), (None, 2.57)),
+    (17, 64): ((None, None), (None, None)),
+    (65, 300): ((None, None), (None, None)),
+    (301, 8192): ((None, None), (None, None)),
+}
+PEERS_GOAL: Goal = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Product:
+    """``m`` rows of x by weights (n, k), as many ``layers`` of them as a replay goes through."""
+
+    n: int
+    k: int
+    m: int
+    layers: int = LAYERS
+
+    @property
+    def weights(self) -> tuple[int, int, int]:
+        """What two products share that need the same weights."""
+        return self.n, self.k, self.layers
+
+
+def draws(count: int, seed: int) -> list[Product]:
+    """``count`` products; the ranges of rows in `GOALS` take turns. Peers and scratch included they take 20 GB at most:
+    the largest weight has 2^30 elements, of which 2 layers need 2 bytes an element, and of 4 bits 4 times 0.5625."""
+    draw, found = random.Random(seed), list[Product]()
+    ranges = tuple(GOALS)
+    for number in range(count):
+        m = size_between(draw, *ranges[number % len(ranges)])
+        n, k = (odd_or_round_size(draw, *SIZES, ODD) for _ in range(2))
+        packed_bytes = n * k * 9 // 16
+        found.append(Product(n, k, m, max(2, -(-STREAMED_BYTES // packed_bytes))))
+    return found
+
+
+def linear_sources(product: Product) -> list[Source]:
+    """What fp4_linear runs on Hopper, to compile ahead: nothing where it dequantises, nor on other GPUs."""
+    m, n, k = product.m, product.n, product.k
+    if torch.cuda.get_device_capability() != (9, 0):
+        return []
+    if m <= mma_plan.max_mma_rows((9, 0), n, k):
+        return sources(mma_plan.plan_mma(m, n, k, True), m, n)
+    return sources(wgmma_plan.plan_wgmma(m, n, k), m, n) if wgmma_plan.wgmma_beats_dequantize(m, n, k) else []
+
+
+def case_line(product: Product, rows: Iterable[dict[str, Any]]) -> str:
+    """ms of every system, and the ratio to what it is compared with."""
+    cells = []
+    for row in rows:
+        ratio = f": {row['ratio']:.3f}" if row.get("ratio") else ""
+        cells.append(f"{row['system']} " + (f"{row['us'] / 1000:.4f} ms{ratio}" if "us" in row else row["note"]))
+    return f"{product.m} rows, {product.n} x {product.k}, {product.layers} layers; {'; '.join(cells)}"
+
+
+def times(rows: Iterable[dict[str, object]]) -> dict[str, float]:
+    """us by system."""
+    return {str(row["system"]): float(str(row["us"])) for row in rows if "us" in row}
+
+
+def fastest_peer(us: dict[str, float]) -> str | None:
+    return min(us.keys() & {peer.name for peer in PEERS}, key=us.__getitem__, default=None)
+
+
+def summary(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Worst and median ratio to cuBLAS by rows of x, and the worst to the fastest peer."""
+    timed = [row for row in rows if "us" in row]
+    cases = dict.fromkeys((int(str(row["m"])), row["n"], row["k"]) for row in timed)
+    found = {case: times(row for row in timed if (row["m"], row["n"], row["k"]) == case) for case in cases}
+    lines = list[str]()
+    for (low, high), goals in GOALS.items():
+        ratios = [us["cublas bf16"] / us["fp4_linear nvfp4"] for (m, *_), us in found.items() if low <= m <= high]
+        lines += worst_and_median(f"{low} to {high} rows, graphed, over cuBLAS bf16", ratios, *goals)
+    over = [us[best] / us["fp4_linear nvfp4"] for us in found.values() if (best := fastest_peer(us)) is not None]
+    return [*lines, *worst_and_median("graphed, over the fastest peer", over, PEERS_GOAL)]
