@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.offload.conftest import ROOMY_BYTES, MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
+from vblackwell.machine.facts import MemoryFacts
 from vblackwell.memory import host as host_module
-from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.cache import stack as stack_module
+from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
@@ -20,7 +26,7 @@ from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.storage.storage import Storage
 
 DECODER = CASES[1]
-LEVEL0 = 128 << 10
+LEVEL0 = 1 << 20
 
 
 class Gate:
@@ -91,3 +97,32 @@ def test_moments_in_memory_that_nobody_has_used_are_not_zeroed(make_stack: MakeS
         release(model)
     assert counts[0] == 0 and counts[1] > 0
     assert equal(*models)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_moments_get_the_ram_that_the_model_gives_up(chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights, gradients and moments need four times the model's bytes of RAM, and 7/8 of 4.8 is there when it is gone,
+    of 3.8 while it is there. A size that was chosen stays what it is."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    size, plain = 1 << 20, [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
+    stacks = list[VGPUStack]()
+
+    def facts() -> MemoryFacts:
+        own = sum(cast("HostLevel", stack.levels[1]).resident_bytes for stack in stacks)
+        in_use = own + sum(not each.expired() for each in plain) * size // 4
+        return MemoryFacts(1 << 30, int(4.8 * size) + LEVEL0 - in_use, "machine")
+
+    monkeypatch.setattr(stack_module, "memory_facts", facts)
+    fast, host = LEVEL0, int(3.8 * size * 7 / 8) if chosen else None
+    with create_vgpu_stack(fast, host, 16 * size, str(tmp_path), device="cpu") as stack:
+        stacks.append(stack)
+        before = stack.levels[1].capacity_bytes
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", groups=("0", "1", "2", "3"))
+        optimizer = VGPUAdamW(model.parameters())
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        on_disk = sum(row[2] for row in offload_of(model).summary()["bytes_by_level"].values())
+        assert (on_disk > 0, stack.levels[1].capacity_bytes > before) == (chosen, not chosen)
+        del optimizer
+        release(model)
+        assert all(torch.isfinite(param).all() for param in model.parameters())

@@ -140,6 +140,9 @@ class Storage:
             if not planned.sets_fixed and sizes != set_sizes:
                 undone.callback(self._replace_sets, set_sizes)
                 self._replace_sets(sizes)
+            for kind in self._staging.keys() - planned.staging.by_kind.keys():
+                undone.callback(self._reserve_stage, self.plan, kind, self._staging[kind].num_bytes, ExitStack())
+                self.stack.unreserve(self._staging.pop(kind))
             for kind, num_bytes in planned.staging.by_kind.items():
                 self._reserve_stage(planned, kind, num_bytes, undone)
             for key, placed in planned.ranges.items():
