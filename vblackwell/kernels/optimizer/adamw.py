@@ -132,9 +132,9 @@ def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> N
 
 def keep_nan(bits: Tensor, weight: Tensor) -> None:
     """Where the int32 ``bits`` of masters are NaN, so be ``weight``: one with a full low half rounds up to a zero."""
-    wrong = bits.view(torch.float32).isnan()
-    if bool(wrong.any()):
-        weight.masked_fill_(wrong, math.nan)
+    values = bits.view(torch.float32)
+    if values.numel() and bool(values.amax().isnan()):  # which is NaN if any is; no memory for an answer each
+        weight.masked_fill_(values.isnan(), math.nan)
 
 
 def block_sums(values: Tensor, out: Tensor) -> None:
