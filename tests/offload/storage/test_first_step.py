@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.movement.lane import Lane
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.storage.storage import Storage
 
@@ -126,3 +127,22 @@ def test_moments_get_the_ram_that_the_model_gives_up(chosen: bool, tmp_path: Pat
         del optimizer
         release(model)
         assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+def test_the_ring_of_updates_is_written_before_it_is_read(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    """What it holds at first is NaN in any type, in the spaces between parameters, too."""
+    begin = Lane.__init__
+
+    def begin_with_nan(self: Lane, stack: VGPUStack, storage: Storage, memory: torch.Tensor, *rest: Any) -> None:
+        begin(self, stack, storage, memory.fill_(0xFF), *rest)
+
+    monkeypatch.setattr(Lane, "__init__", begin_with_nan)
+    plain, model = build(DECODER), build(DECODER)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="device")
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(3):
+        for module, optimizer in ((plain, theirs), (model, ours)):
+            DECODER.loss(module, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(model, plain)
