@@ -326,3 +326,15 @@ def test_a_cap_that_changes_never_falls_below_what_is_in_use():
     level.resize(9 * MiB + 1)
     assert level.capacity_bytes == 9 * MiB and level.allocate(5 * MiB).handle is not held.handle
     level.close()
+
+
+@pytest.mark.gpu
+def test_pages_that_come_in_the_background_are_pinned():
+    level, num_bytes = HostLevel(512 * MiB), 96 * MiB
+    extents = [level.allocate(num_bytes) for _ in range(3)]
+    assert all(extent.handle.pages is not None for extent in extents)
+    for seed, extent in enumerate(reversed(extents)):
+        there = random_bytes(num_bytes, seed=seed).cuda()
+        level.write(extent, there).wait()
+        assert level.view(extent).is_pinned() and torch.equal(level.view(extent), there.cpu())
+    level.close()
