@@ -409,9 +409,9 @@ class Offload:
         self.step_control.source = None
 
     def _zero(self, ranges: list[tuple[Group, str]]) -> None:
-        for group, kind in ranges:
-            self.worker.submit(self.storage.zero, group, kind)
-        self.worker.drain()
+        tasks = [self.worker.submit(self.storage.zero, group, kind) for group, kind in ranges]
+        if tasks:
+            self.worker.drain()
 
     def _needs_gradient_on_host(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""
