@@ -7,7 +7,6 @@ needed for another: touching and pinning its pages take 0.15 to 0.35 s a GiB (me
 the background, one slab after the other (two at a time take longer); the first `view` of a slab waits for its own.
 """
 
-import ctypes
 import functools
 import mmap
 import os
@@ -28,9 +27,8 @@ from vblackwell.memory.level import Extent, Level, RangeAllocator
 from vblackwell.units import GiB, KiB, MiB, align_up, format_bytes
 
 HUGE_PAGE = 2 * MiB
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _FAULT_THREADS = 8
-_FAULT_BYTES = 64 * MiB
+_FAULT_BYTES = 64 * MiB  # few pieces: each waits for the interpreter's lock; few elements, so torch starts no threads
 
 
 class _Mapping(mmap.mmap):
@@ -72,7 +70,7 @@ def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, Cal
     device = torch.cuda.current_device() if pin and torch.cuda.is_initialized() else -1  # as it is
 
     def bring_pages() -> None:
-        _fault_in(slab.data_ptr(), size, numa_node)
+        _fault_in(slab, numa_node)
         if pin:
             with torch.cuda.device(device):
                 _register(mapping, slab.data_ptr(), size)
@@ -80,20 +78,22 @@ def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, Cal
     return slab, bring_pages
 
 
-def _fault_in(address: int, size: int, numa_node: int | None) -> None:
-    """Touch every page, from several threads, on the node's cores where there is more than one node."""
+def _fault_in(slab: torch.Tensor, numa_node: int | None) -> None:
+    """Touch every page, from several threads, on the node's cores where there is more than one node.
+
+    By writes, which take one page at a time: MADV_POPULATE_WRITE holds the map of all of the process's memory until it
+    is done, and whatever else allocates meanwhile waits (milliseconds to seconds, measured).
+    """
     cpus = numa_node_cpus(numa_node) if numa_node is not None and numa_node_count() > 1 else set()
     cpus &= os.sched_getaffinity(0)
-    count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-size // _FAULT_BYTES))
+    count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-len(slab) // _FAULT_BYTES))
     on_node = functools.partial(os.sched_setaffinity, 0, cpus) if cpus else None  # of the calling thread only
     with ThreadPoolExecutor(count, "vblackwell-fault", initializer=on_node) as pool:
-        pieces = range(0, size, _FAULT_BYTES)
-        list(pool.map(lambda start: _touch(address + start, min(_FAULT_BYTES, size - start)), pieces))
+        list(pool.map(_touch, slab.split(_FAULT_BYTES)))
 
 
-def _touch(address: int, size: int) -> None:
-    if ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
-        ctypes.memset(address, 0, size)  # an older kernel; fresh pages are zero anyway
+def _touch(pages: torch.Tensor) -> None:
+    pages.view(-1, mmap.PAGESIZE)[:, 0].zero_()  # without the interpreter's lock; fresh pages are zero anyway
 
 
 def _register(mapping: _Mapping, address: int, size: int) -> None:
