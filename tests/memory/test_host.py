@@ -5,12 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.memory.conftest import random_bytes
+from tests.waiting import wait_until
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory import host as host_module
 from vblackwell.memory.host import HUGE_PAGE, HostLevel, map_slab
@@ -187,3 +192,149 @@ def test_a_pinned_slab_is_unregistered_before_it_is_unmapped(monkeypatch: pytest
     assert not seen
     del view
     assert seen == [("unregistered", True)]
+
+
+class SlowPages:
+    """Pages of every pinned slab come in the background, one slab for each `let_one_come`, or are ``refused``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order = list[int]()  # sizes of slabs, as they were begun
+        self.registered = list[int]()  # addresses
+        self.refused: Exception | None = None
+        self._come = threading.Semaphore(0)
+        monkeypatch.setattr(host_module, "BACKGROUND_BYTES", 0)
+        monkeypatch.setattr(host_module, "_register", self._register)
+
+    def let_one_come(self, count: int = 1) -> None:
+        self._come.release(count)
+
+    def _register(self, mapping: object, address: int, size: int) -> None:
+        self.order.append(size)
+        assert self._come.acquire(timeout=60)
+        if self.refused is not None:
+            raise self.refused
+        assert address not in self.registered
+        self.registered.append(address)
+
+
+@pytest.fixture
+def slow_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowPages]:
+    pages = SlowPages(monkeypatch)
+    yield pages
+    pages.let_one_come(100)
+
+
+def test_a_view_waits_for_the_pages_of_its_slab_which_come_next(slow_pages: SlowPages):
+    level = HostLevel(32 * MiB, pin=True)
+    extents = [level.allocate(size * MiB) for size in (2, 3, 5, 7)]
+    assert not any(level.is_resident(extent) for extent in extents) and level.resident_bytes == 0
+    wait_until(lambda: slow_pages.order == [2 * MiB])
+    with ThreadPoolExecutor(1) as other:
+        view = other.submit(level.view, extents[2])
+        wait_until(lambda: next(iter(level._page_thread._waiting)) is extents[2].handle.pages)
+        slow_pages.let_one_come()
+        wait_until(lambda: len(slow_pages.order) == 2)
+        assert not view.done() and level.is_resident(extents[0]) and level.resident_bytes == 2 * MiB
+        slow_pages.let_one_come()
+        assert view.result().numel() == 5 * MiB and not view.result().any()
+    slow_pages.let_one_come(2)
+    for extent in extents:
+        level.write(extent, random_bytes(extent.num_bytes)).wait()
+        assert torch.equal(level.view(extent), random_bytes(extent.num_bytes))
+    assert slow_pages.order == [size * MiB for size in (2, 5, 3, 7)] and level.resident_bytes == 17 * MiB
+    level.close()
+
+
+def test_what_fails_in_the_background_is_raised_by_whoever_needs_the_pages(slow_pages: SlowPages):
+    level = HostLevel(8 * MiB, pin=True)
+    extents = [level.allocate(2 * MiB) for _ in range(2)]
+    slow_pages.refused = InsufficientMemory("no pages", needed_bytes=1, available_bytes=0)
+    slow_pages.let_one_come()
+    for _ in range(2):
+        with pytest.raises(InsufficientMemory, match="no pages"):
+            level.read(extents[0], torch.empty(MiB, dtype=torch.uint8))
+    slow_pages.refused = None
+    slow_pages.let_one_come()
+    assert not level.view(extents[1]).any()  # others come all the same
+    level.close()
+
+
+def test_closing_waits_for_pages_that_are_coming_and_no_others_come(slow_pages: SlowPages):
+    level = HostLevel(8 * MiB, pin=True)
+    extents = [level.allocate(2 * MiB) for _ in range(3)]
+    wait_until(lambda: len(slow_pages.order) == 1)
+    gone = [weakref.ref(extent.handle.bytes) for extent in extents]
+    with ThreadPoolExecutor(2) as others:
+        view, closing = others.submit(level.view, extents[1]), others.submit(level.close)
+        with pytest.raises(CancelledError):
+            view.result(60)
+        assert not closing.done()
+        slow_pages.let_one_come()
+        closing.result(60)
+    level.close()
+    assert len(slow_pages.order) == len(slow_pages.registered) == 1
+    gc.collect()
+    assert not any(each() for each in gone)
+
+
+def test_a_slab_whose_pages_come_is_given_up_after_that(slow_pages: SlowPages):
+    level = HostLevel(8 * MiB, pin=True)
+    coming = level.allocate(5 * MiB)
+    wait_until(lambda: slow_pages.order)
+    level.free(coming)
+    with ThreadPoolExecutor(1) as other:
+        placed = other.submit(level.place, 8 * MiB)
+        assert not wait([placed], 0.05).done
+        slow_pages.let_one_come()
+        assert placed.result(60).num_bytes == 8 * MiB
+    level.close()
+
+
+def test_a_slab_whose_pages_have_not_begun_is_given_up_at_once_and_can_be_taken_back(slow_pages: SlowPages):
+    level = HostLevel(8 * MiB, pin=True)
+    coming, waiting = level.allocate(2 * MiB), level.allocate(5 * MiB)
+    wait_until(lambda: slow_pages.order)
+    level.displace(waiting)
+    level.displace(level.place(6 * MiB))
+    level.restore(waiting)
+    slow_pages.let_one_come(2)
+    assert not level.view(waiting).any() and not level.view(coming).any()
+    assert slow_pages.order == [2 * MiB, 5 * MiB] and len(slow_pages.registered) == 2
+    level.close()
+
+
+def test_what_has_never_been_in_an_extent_is_zero():
+    level = HostLevel(8 * MiB)
+    first, second = level.allocate(128 * KiB), level.allocate(128 * KiB)
+    assert first.born_zero and second.born_zero and first.handle is second.handle
+    level.view(first).fill_(7)
+    level.free(first)
+    again, third = level.allocate(64 * KiB), level.allocate(128 * KiB)
+    assert not again.born_zero and level.view(again)[0] == 7
+    assert third.born_zero and not level.view(third).any()
+    level.close()
+
+
+def test_a_cap_that_changes_never_falls_below_what_is_in_use():
+    level = HostLevel(16 * MiB)
+    held, empty = level.allocate(4 * MiB), level.allocate(6 * MiB)
+    assert level.resident_bytes == 10 * MiB
+    level.free(empty)
+    level.resize(MiB)
+    assert (level.capacity_bytes, level.resident_bytes) == (4 * MiB, 4 * MiB)  # the empty slab is given up
+    assert not level.can_allocate(1)
+    level.resize(9 * MiB + 1)
+    assert level.capacity_bytes == 9 * MiB and level.allocate(5 * MiB).handle is not held.handle
+    level.close()
+
+
+@pytest.mark.gpu
+def test_pages_that_come_in_the_background_are_pinned():
+    level, num_bytes = HostLevel(512 * MiB), 96 * MiB
+    extents = [level.allocate(num_bytes) for _ in range(3)]
+    assert all(extent.handle.pages is not None for extent in extents)
+    for seed, extent in enumerate(reversed(extents)):
+        there = random_bytes(num_bytes, seed=seed).cuda()
+        level.write(extent, there).wait()
+        assert level.view(extent).is_pinned() and torch.equal(level.view(extent), there.cpu())
+    level.close()

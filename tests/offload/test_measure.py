@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +182,25 @@ def test_a_gpu_gets_a_share():
     link, cpu = rates_together(device)
     assert 1e9 < link < 1e12 and 1e7 < cpu < 1e11
     assert rates_together(device) == (link, cpu)  # measured once
+
+
+def test_a_later_process_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    measured = iter([(48e9, 1.5e9)])
+
+    class Samples:
+        def __init__(self, update: object, device: object) -> None:
+            self.samples = [next(measured)]
+
+        def take(self) -> None: ...
+
+    monkeypatch.setattr(measuring, "TogetherSamples", Samples)
+    monkeypatch.setattr(measuring, "HostUpdate", lambda: None)
+    for _ in range(2):
+        rates_together.cache_clear()
+        assert rates_together(torch.device("cuda", 0)) == (48e9, 1.5e9)
+    rates_together.cache_clear()
 
 
 def test_the_median_of_all_samples_counts():

@@ -9,6 +9,8 @@ from vblackwell.machine.facts import disk_facts
 from vblackwell.units import GiB, MiB
 
 HOST_SHARE = 0.75  # of the RAM that is free, by a plan; the rest is for the page cache and other processes
+# Of the RAM that is free, or a host level's own already, whenever the size of a level that nobody chose is measured.
+MEASURED_HOST_SHARE = 0.875
 ARENA_SHARE = 0.125  # of that RAM, for level 0 where there is no GPU
 DISK_SHARE = 0.5
 MAX_DISK_BYTES = 1024 * GiB

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ CPU_ADAMW = 1.0e9
 # What the offload runtime does on the host for a group's forward, backward and update, in operators: of nine small
 # matrices on a CPU core, the thread's time less that of the resident model, by the difference of 15 and 7 groups.
 GROUP_ISSUES = 190.0
+MAX_AGE_SECONDS = 24 * 3600  # what a host does for others changes: a share of its work is decided anew each day
 DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a desktop's is seldom slower over hours
 
 
@@ -101,6 +103,26 @@ def kept_disk(path: str) -> tuple[float, float] | None:
         values = json.loads(_disk_file(path).read_text(encoding="utf-8"))
         return float(values["read"]) * 1e9, float(values["write"]) * 1e9
     return None
+
+
+def keep_together(gpu_name: str, threads: int, link: float, cpu: float) -> None:
+    """Remember a GPU's link, bytes/s each way, and AdamW on ``threads``, parameters/s, while both work."""
+    write_atomically(_together_file(gpu_name, threads), json.dumps({"link": link, "cpu": cpu}).encode())
+
+
+def kept_together(gpu_name: str, threads: int) -> tuple[float, float] | None:
+    """What `keep_together` remembers; None if that is more than `MAX_AGE_SECONDS` old, or nothing."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        path = _together_file(gpu_name, threads)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        link, cpu = float(values["link"]), float(values["cpu"])
+        if link > 0 and cpu > 0 and 0 <= time.time() - path.stat().st_mtime < MAX_AGE_SECONDS:
+            return link, cpu
+    return None
+
+
+def _together_file(gpu_name: str, threads: int) -> Path:
+    return _folder() / f"together-{_slug(gpu_name)}-{threads}.json"
 
 
 def _disk_file(path: str) -> Path:

@@ -33,6 +33,7 @@ class Extent:
     num_bytes: int  # as asked for
     held_bytes: int  # that rounded up to the level's alignment, which it accounts
     handle: Any = None  # the level's own bookkeeping
+    born_zero: bool = False  # whether all its bytes were zero when it was placed
 
 
 class Level:
@@ -125,12 +126,16 @@ class Level:
                     "on it"
                 )
                 raise InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=free)
-            extent = Extent(found[0], num_bytes, held_bytes, found[1])
+            extent = Extent(found[0], num_bytes, held_bytes, *found[1:])
             self._count(extent)
             return extent
 
     def materialise(self, extent: Extent) -> None:
         """The second half of `allocate`, idempotent: memory for a placed extent. Raises InsufficientMemory."""
+
+    def is_resident(self, extent: Extent) -> bool:
+        """Whether a materialised extent can be used at once: whether no memory of its is still on its way."""
+        return True
 
     def displace(self, extent: Extent) -> None:
         """The first half of `free`: the range may be placed again, its bytes stay readable until then."""
@@ -162,8 +167,8 @@ class Level:
         """Whether `_take` would succeed, beyond the cap."""
         return True
 
-    def _take(self, held_bytes: int) -> tuple[int, Any] | None:
-        """(offset, handle) of a new range, or None where there is none."""
+    def _take(self, held_bytes: int) -> tuple[Any, ...] | None:
+        """(offset, handle, and where that is known, `Extent.born_zero`) of a new range, or None where there is none."""
         return 0, None
 
     def _give(self, extent: Extent) -> None: ...

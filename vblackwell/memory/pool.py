@@ -52,6 +52,11 @@ class Reservation:
         return self._place.device is not None
 
     @property
+    def is_resident(self) -> bool:
+        """Whether it can be used at once: the first use of new host memory waits for its pages."""
+        return self._place.is_resident(self.extent)
+
+    @property
     def extent(self) -> Extent:
         """On its level; raises StaleTensor once the reservation has ended."""
         if self._extent is None:

@@ -142,6 +142,7 @@ def enable_vgpu_stack_optimization(
             undone.callback(_restore, model)
             accelerate_causal_lm(model, loss="training")
         source = ModelSource(model, initialize)
+        stack.measure_host_memory()
         Level0Budget.drop_idle_weights(stack)
         needed = bytes_when_resident(model, compute_dtype, options.formats)
         level, device, on_gpu = stack.levels[0], stack.level0_device, stack.level0_device.type == "cuda"
@@ -167,6 +168,7 @@ def enable_vgpu_stack_optimization(
             engine = stream(model, stack, name, options, source, store, measured)
         names[name] = engine.finalizer
         undone.pop_all()
+    stack.measure_host_memory()  # the model's own is free now: moments, whose places are next, may have it
     return model
 
 
@@ -185,6 +187,7 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
         engine.release(torch.device(device))
         move_buffers(model, torch.device(device))
         engine.close()
+        engine.stack.measure_host_memory()
     _restore(model)
     return model
 

@@ -395,7 +395,7 @@ class Offload:
         on_host = [group for group in groups if not final or self._needs_gradient_on_host(group)]
         sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
         self.storage.reserve([(group, "gradient") for group in on_host] + fresh, sums)
-        self._zero(fresh)
+        self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         self.step_control.source = optimizer
 
     def optimizers(self) -> list[Any]:
@@ -409,9 +409,9 @@ class Offload:
         self.step_control.source = None
 
     def _zero(self, ranges: list[tuple[Group, str]]) -> None:
-        for group, kind in ranges:
-            self.worker.submit(self.storage.zero, group, kind)
-        self.worker.drain()
+        tasks = [self.worker.submit(self.storage.zero, group, kind) for group, kind in ranges]
+        if tasks:
+            self.worker.drain()
 
     def _needs_gradient_on_host(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""

@@ -141,7 +141,7 @@ class StepControl(Mover):
     # -- updates before their step -------------------------------------------------------------------------------------
 
     def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
-        """Update ``group`` now, on level 0 from the ``gradient`` there; None if there is no room for a rollback."""
+        """Update ``group`` now, on level 0 from the ``gradient`` there; None if there is no memory for a rollback."""
         undo, place, state = self.source.undo, self._places[group], self._states[group]
         if undo and group not in self._shadowed:
             return None
@@ -151,7 +151,7 @@ class StepControl(Mover):
             shadows = place.shadows.take(group, self._storage.own_ranges(group)) if undo else None
             if undo and shadows is None:
                 if place is self.host_updates:
-                    place.shadows.free_spare()  # of some kinds, there was room for
+                    place.shadows.free_spare()  # of some kinds, there was room for, or their pages have not come
                 return None  # this group is updated at the step, which is always right
             jobs = self.jobs(group)
             early = EarlyUpdate(jobs, [job.step.clone() for job in jobs], shadows, earlier=state.gradient.task)
@@ -169,7 +169,9 @@ class StepControl(Mover):
         """Groups whose shadows have room. Asked when gradients and states are placed and a forward has run."""
         level0, plan = self.level0, replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
         early = [group for group in self._groups if level0 is None or group not in level0.deferred]
-        return set(shadowed_groups(filter(Group.all_trainable, early), plan))
+        found = shadowed_groups(filter(Group.all_trainable, early), plan)
+        self.host_updates.shadows.bring_pages(reversed(found))  # in the order of backward
+        return set(found)
 
     def _keep(self, group: Group) -> None:
         state = self._states[group]

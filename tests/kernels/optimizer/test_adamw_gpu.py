@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, random_states
-from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
+from vblackwell.kernels.optimizer import adamw
+from vblackwell.kernels.optimizer.adamw import BLOCK, GRADIENTS, AdamWStep, norm_of, square_sums
 
 pytestmark = pytest.mark.gpu
 KINDS = [*itertools.product((0, 1), (0, 1, 2), (0, 1, 2))]
@@ -74,3 +75,14 @@ def test_fifty_steps_without_synchronisation_equal_the_cpu():
         states.gradient = gradients[step]
         states.update(AdamWStep(1e-2, 0.9, 0.999, 1e-8, 0.1, step + 1))
     on_gpu.assert_same_bits(states)
+
+
+def test_kernels_that_were_compiled_ahead_are_those_that_updates_launch():
+    dtypes = torch.bfloat16, torch.float32
+    adamw._kernel.cache_clear()
+    adamw._launcher.cache_clear()
+    adamw.compile_kernels(dtypes, torch.device("cuda", torch.cuda.current_device()))
+    known = adamw._kernel.cache_info().misses
+    for weight, dtype in enumerate(dtypes):
+        check(BLOCK, PLAIN, (weight, GRADIENTS[dtype], 0), AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7), None)
+    assert adamw._kernel.cache_info().misses == known

@@ -8,7 +8,7 @@ import torch
 from tests.memory.conftest import NullLevel
 from vblackwell import VGPULevel, VGPUStack, create_vgpu_stack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, UnknownKey
-from vblackwell.machine.facts import memory_facts
+from vblackwell.machine.facts import MemoryFacts, memory_facts
 from vblackwell.memory.cache import stack as stack_module
 from vblackwell.memory.cache.config import LevelConfig, parse_capacity, parse_levels
 from vblackwell.memory.disk import DiskLevel
@@ -178,3 +178,43 @@ def test_a_single_level(number: int, device: str, disk_path: str):
 def test_parse_levels_keeps_speeds_for_planners():
     [level] = parse_levels({"levels": [{**CPU, "speed_gbps": 2000}]})
     assert level == LevelConfig("cpu", MiB, 2000.0, None)
+
+
+# The size of a host level that nobody chose.
+
+
+def facts_of(available_bytes: int) -> MemoryFacts:
+    return MemoryFacts(64 * GiB, available_bytes, "machine")
+
+
+def test_a_measured_host_level_follows_the_ram_that_is_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stack_module, "memory_facts", lambda: facts_of(128 * MiB))
+    with create_vgpu_stack(16 * MiB, None, 0, device="cpu") as stack:
+        arena, host = stack.levels
+        assert host.capacity_bytes == (128 - 16) * MiB * 7 // 8  # and not all of it with the arena's
+        first = stack.reserve("first", 8 * MiB, 1)  # in a slab of 64 MiB
+        stack.register("key", torch.zeros(4 * MiB, dtype=torch.uint8), priority=10)
+        monkeypatch.setattr(stack_module, "memory_facts", lambda: facts_of(60 * MiB))  # slab and key are used memory
+        stack.measure_host_memory()
+        assert arena.used_bytes == 4 * MiB and host.capacity_bytes == (60 + 64 - 12) * MiB * 7 // 8
+        monkeypatch.setattr(stack_module, "memory_facts", lambda: facts_of(0))
+        stack.unreserve(first)
+        second = stack.reserve("second", 60 * MiB, 1)
+        stack.measure_host_memory()
+        assert host.capacity_bytes == second.num_bytes  # what is in use stays
+        with pytest.raises(InsufficientMemory):
+            stack.reserve("third", 1, 1)
+    stack.measure_host_memory()  # of a closed one nothing
+
+
+def test_a_host_level_of_a_chosen_size_keeps_it(monkeypatch: pytest.MonkeyPatch):
+    with create_vgpu_stack(MiB, 8 * MiB, 0, device="cpu") as stack:
+        monkeypatch.setattr(stack_module, "memory_facts", lambda: facts_of(GiB))
+        stack.measure_host_memory()
+        assert stack.levels[1].capacity_bytes == 8 * MiB
+
+
+def test_an_arena_that_leaves_no_ram_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stack_module, "memory_facts", lambda: facts_of(GiB))
+    with pytest.raises(ConfigurationError, match=r"fast_memory 1.00 GiB is RAM on a CPU, of which 1.00 GiB are avail"):
+        create_vgpu_stack(GiB, None, 0, device="cpu")

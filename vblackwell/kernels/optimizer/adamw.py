@@ -16,7 +16,7 @@ remainder, where the bf16 is the master rounded to nearest, ties away from zero.
 import functools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,9 +132,9 @@ def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> N
 
 def keep_nan(bits: Tensor, weight: Tensor) -> None:
     """Where the int32 ``bits`` of masters are NaN, so be ``weight``: one with a full low half rounds up to a zero."""
-    wrong = bits.view(torch.float32).isnan()
-    if bool(wrong.any()):
-        weight.masked_fill_(wrong, math.nan)
+    values = bits.view(torch.float32)
+    if values.numel() and bool(values.amax().isnan()):  # which is NaN if any is; no memory for an answer each
+        weight.masked_fill_(values.isnan(), math.nan)
 
 
 def block_sums(values: Tensor, out: Tensor) -> None:
@@ -188,6 +188,16 @@ def _kernel(
     if torch.cuda.get_device_capability(device) < (7, 5):
         raise Unsupported(f"{device} is older than sm_75, which the AdamW kernel needs: update on the CPU instead")
     return kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
+
+
+def compile_kernels(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+    """Compile and load what updates of bf16 and fp32 weights from one gradient each, and its norm, launch on a GPU: 2 s
+    of one thread that their first use would take. Raises Unsupported as `adamw_piece`.
+    """
+    for dtype in dtypes:
+        _launcher(int(dtype == torch.float32), dtype, None, device)
+        _kernel("square_sums", 0, dtype, None, device)
+    _kernel("block_norm", 0, torch.float32, None, device)
 
 
 FP32 = (torch.float32,)

@@ -17,14 +17,15 @@ import torch
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.device import hold_cap
 from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
-from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
+from vblackwell.machine.limits import ARENA_SHARE, MEASURED_HOST_SHARE, default_disk_path, free_disk_bytes
 from vblackwell.memory.cache.config import GPU_SHARE, LevelConfig, build_levels
 from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
 from vblackwell.memory.cache.policy import POLICIES
+from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Level
 from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
-from vblackwell.units import parse_bytes
+from vblackwell.units import format_bytes, parse_bytes
 
 __all__ = ["Reservation", "VGPUStack"]
 
@@ -69,6 +70,19 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="vblackwell-prefetch")
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
         self._at_close: Callable[[], object] = lambda: None
+        self._measured_host: HostLevel | None = None  # whose size nobody chose
+
+    def measure_host_memory(self) -> None:
+        """Give the host level of `create_vgpu_stack`, unless its size was chosen, its share of the RAM that is free now
+        or the level's already: to be called when a model has given RAM up, or has taken it. What is in use stays.
+        """
+        with self._turn.take():
+            host = self._measured_host
+            if host is not None and not self._closed:
+                arenas = [each for each in self.levels if each.device == host.device and each is not host]
+                promised = sum(arena.free_bytes for arena in arenas)
+                free = memory_facts().available_bytes + host.resident_bytes - promised
+                host.resize(int(free * MEASURED_HOST_SHARE))
 
     def register(
         self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
@@ -321,6 +335,7 @@ def create_vgpu_stack(
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
             Of a GPU it is the cap of all that torch allocates there while the stack is open, activations included.
+            The default host_memory is 7/8 of the RAM that is free, and changes with it when a model comes or goes.
         disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
             the cache and the current directory that is on a disk.
         device: level 0's; by default the first GPU. ``'cpu'`` makes level 0 an arena in RAM.
@@ -338,13 +353,23 @@ def create_vgpu_stack(
     if fast == 0:
         raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
     levels = [LevelConfig(level0, share if fast is None else fast)]
-    if host != 0:
-        levels.append(LevelConfig("cpu", int(available * HOST_SHARE) if host is None else host))
+    if host is None:
+        arena = 0 if chosen.type == "cuda" else levels[0].capacity_bytes
+        if arena >= available:
+            raise ConfigurationError(
+                f"fast_memory {format_bytes(arena)} is RAM on a CPU, of which {format_bytes(available)} are available: "
+                "lower it, or give host_memory"
+            )
+        levels.append(LevelConfig("cpu", int((available - arena) * MEASURED_HOST_SHARE)))
+    elif host != 0:
+        levels.append(LevelConfig("cpu", host))
     if disk != 0:
         path = disk_path or default_disk_path()
         if free := free_disk_bytes(path) if disk is None else disk:
             levels.append(LevelConfig("ssd", free, path=path))
     stack = VGPUStack(levels, policy=policy, promotion=promotion)
+    if host is None and isinstance(measured := stack.levels[1], HostLevel):
+        stack._measured_host = measured
     if cap_process and fast is not None and chosen.type == "cuda":
         try:
             uncapped = weakref.finalize(stack, hold_cap(stack.level0_device, fast))

@@ -196,7 +196,10 @@ class StoragePlan:
         It is taken first and only if something will spill. The more is taken, the more spills: this is repeated until
         it takes no more. InsufficientMemory: the levels cannot hold ``wanted``, or RAM has no room for one set.
         """
-        held = self.staging if self.sets_fixed else Staging(self.staging.by_kind)  # unused sets may become others
+        held = self.staging
+        if not self.sets_fixed:  # unused sets may become others, and what a larger level has no use for is given back
+            below = {kind for (_, kind), placed in self.ranges.items() if self.levels[placed.level].kind != "ram"}
+            held = Staging({kind: size for kind, size in held.by_kind.items() if kind in below})
         free = self._free(self._levels_with(held))
         in_ram = [self.levels[level].kind == "ram" for level in self.usable]
         alone = self._place(wanted, free)

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import AccessTrace, Group, smallest_buffer
 from vblackwell.offload.layout.placement import MAX_LOCKED, StreamedPlacement, deferred_groups, num_buffers
@@ -51,6 +51,9 @@ class DeviceUpdates(Mover):
         self._lane = kind(self._stack, self._storage, memory, count, queues, self._worker)
         self._device = self._stack.level0_device
         self._on_gpu = self._device.type == "cuda"
+        if self._on_gpu:  # while the first forward runs
+            exact = {group.slots[0].dtype for group in found.on_level0 if not group.formats.packed}
+            self._worker.submit(compile_kernels, exact, self._device)
         # Updated under the next forward even where they could be right after their backward.
         self.deferred = set(deferred_groups(found.on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0

@@ -259,7 +259,6 @@ class Lane:
         self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
         # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
         storage.in_flight.add(queues)
-        memory.zero_()
         for queue in queues.all:
             queues.follow(queue, queues.computing())
 

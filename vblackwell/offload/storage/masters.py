@@ -105,10 +105,11 @@ def write_truth(slot: Slot, source: Tensor, opened: Opened) -> None:
     if remainder is None:
         round_from_fp32(wide, weight)
         return
+    scratch = torch.empty(min(len(wide), SPLIT_CHUNK), dtype=torch.int32, device=wide.device)
     for start in range(0, len(wide), SPLIT_CHUNK):  # so that a large parameter needs no temporaries of its size
         part = slice(start, start + SPLIT_CHUNK)
         bits = wide[part].view(torch.int32)
-        adamw.split(bits, weight[part], remainder[part], torch.empty_like(bits))
+        adamw.split(bits, weight[part], remainder[part], scratch[: len(bits)])
 
 
 def write_parameters(storage: Storage, slots: Sequence[Slot], source: Tensor | None = None) -> None:

@@ -140,6 +140,9 @@ class Storage:
             if not planned.sets_fixed and sizes != set_sizes:
                 undone.callback(self._replace_sets, set_sizes)
                 self._replace_sets(sizes)
+            for kind in self._staging.keys() - planned.staging.by_kind.keys():
+                undone.callback(self._reserve_stage, self.plan, kind, self._staging[kind].num_bytes, ExitStack())
+                self.stack.unreserve(self._staging.pop(kind))
             for kind, num_bytes in planned.staging.by_kind.items():
                 self._reserve_stage(planned, kind, num_bytes, undone)
             for key, placed in planned.ranges.items():
@@ -308,7 +311,7 @@ class Storage:
 
 class Shadows:
     """Ranges, of the same sizes on the same levels, that an update before its step writes instead of a group's own: a
-    rollback without a copy. If they do not fit the update waits for its step.
+    rollback without a copy. If they do not fit, or the pages of new ones have not come, the update waits for its step.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -317,8 +320,24 @@ class Shadows:
         self._lock = threading.Lock()
         self._num_bytes = self.peak_bytes = 0
 
+    def bring_pages(self, groups: Iterable[Group]) -> None:
+        """Let host memory for shadows of all ``groups``, as far as there is room, have its pages: what their first use
+        would wait for comes in the background.
+        """
+        taken = list[Reservation]()
+        try:
+            with suppress(InsufficientMemory):
+                for original in (each for group in groups for each in self._storage.own_ranges(group).values()):
+                    if original.is_addressable:
+                        taken.append(self._storage.take("shadow", original.num_bytes, original.level))
+        finally:
+            for each in taken:
+                self._storage.give(each)
+
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
-        """A shadow of each kind of ``group``; None if not all fit, or it lives on level 0, where nothing moves."""
+        """A shadow of each kind of ``group``; None if not all fit, if one is not resident yet, or if the group lives on
+        level 0, where nothing moves.
+        """
         found: Ranges = {}
         if self._storage.range(group, "weight").level == 0:
             return None
@@ -333,6 +352,9 @@ class Shadows:
                 self.give_back(found)
                 return None
             found[kind] = spare.pop()
+        if not all(shadow.is_resident for shadow in found.values()):
+            self.give_back(found)
+            return None
         return found
 
     def swap(self, group: Group, shadows: Ranges) -> Ranges:
