@@ -470,7 +470,7 @@ def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dty
     wishes = StreamingOptions(dtype, update="host")
     capacities = [level.capacity_bytes for level in stack.levels]
     seconds = {"forward": 1.0, "backward": 1.0}
-    told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]
+    told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True, on_gpu=False).bytes_by_level["undo"]
     enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update="host")
     optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):

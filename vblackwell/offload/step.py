@@ -41,7 +41,7 @@ class StepControl(Mover):
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
-        self.gradients = GradientCollector(shared)
+        self.gradients = GradientCollector(shared, found.max_in_flight)
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
