@@ -20,7 +20,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
-from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.state import Phase, set_worker_delay
@@ -56,6 +56,7 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
         redone += clip
     assert equal(model, plain) and redone >= 1
     assert offload_of(model).summary()["undo_bytes"] > 0  # it did speculate
+    assert f"updates were rolled back in {redone} of 7 steps" in model_plan(model)
 
 
 @UPDATES
