@@ -20,6 +20,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import DoneTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.placement import state_bytes
@@ -373,6 +374,25 @@ def test_what_is_written_reaches_what_is_kept(training: tuple[nn.Module, VGPUAda
     assert names_of(model) and not fresh.state_dict()["state"]
     step(model, fresh, 0)
     assert all(part["step"] == 1 for part in fresh.state_dict()["state"].values())
+
+
+def test_a_load_is_over_before_its_source_is_given_away(
+    training: tuple[nn.Module, VGPUAdamW], monkeypatch: pytest.MonkeyPatch
+):
+    model, _ = training
+    engine, order = offload_of(model), []
+
+    class Load(DoneTransfer):
+        def wait(self) -> None:
+            order.append("load")
+
+    for group in kept_of(model).below:
+        engine.states[group].last_load = Load()
+    give = engine.storage.give
+    monkeypatch.setattr(engine.storage, "give", lambda reservation: (order.append("given"), give(reservation)))
+    count, kinds = len(kept_of(model).below), 3
+    assert kept_of(model).give_back()
+    assert order == ["load", *["given"] * kinds] * count
 
 
 @pytest.mark.parametrize("back", [False, True])

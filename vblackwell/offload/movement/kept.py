@@ -111,8 +111,7 @@ class KeptGroups(Mover):
         """Move the first groups up, as far as ``num_bytes`` go and level 0 has them free."""
         chosen = groups_kept(self._able, min(num_bytes, int(MAX_RESIDENT * self._capacity)))
         if chosen:
-            self._level0.drain()  # nothing has been brought up for an update
-            self._empty_cache()  # nor do they come between blocks that the next forward will want whole
+            self._empty_cache()  # so that they do not come to lie between blocks that activations want whole
         for group in chosen:
             own, targets = self._storage.own_ranges(group), Ranges()
             if on_disk(own) or state_bytes(group) > self._stack.levels[0].free_bytes:
