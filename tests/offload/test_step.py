@@ -20,7 +20,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
-from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.state import Phase, set_worker_delay
@@ -56,6 +56,7 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
         redone += clip
     assert equal(model, plain) and redone >= 1
     assert offload_of(model).summary()["undo_bytes"] > 0  # it did speculate
+    assert f"updates were rolled back in {redone} of 7 steps" in model_plan(model)
 
 
 @UPDATES
@@ -470,7 +471,7 @@ def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dty
     wishes = StreamingOptions(dtype, update="host")
     capacities = [level.capacity_bytes for level in stack.levels]
     seconds = {"forward": 1.0, "backward": 1.0}
-    told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]
+    told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True, on_gpu=False).bytes_by_level["undo"]
     enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update="host")
     optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):

@@ -24,6 +24,7 @@ from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.layout.placement import StreamedPlacement, shadowed_groups
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.kept import KeptGroups
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
@@ -35,13 +36,14 @@ class StepControl(Mover):
 
     Attributes:
         steps: torch's count of each parameter's steps. source: the `VGPUAdamW`.
+        num_steps, num_rolled_back: steps that came, and those in which updates that had begun before were rolled back.
         follow_clipping: a step that clipped is likely followed by another, whose early updates are in vain. Speed only.
     """
 
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
-        self.gradients = GradientCollector(shared)
+        self.gradients = GradientCollector(shared, found.max_in_flight)
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
@@ -53,8 +55,13 @@ class StepControl(Mover):
         if level0 is not None:
             budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
             budget.free_spare = level0.free_shadows
+        self.kept = KeptGroups(shared, found, level0) if level0 is not None and found.may_keep else None
+        if self.kept is not None:
+            budget.give_back = self.kept.give_back
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
+        self._rolled_back = False  # updates that began before the step that is awaited
+        self.num_steps = self.num_rolled_back = 0
         self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32))
         self.source: Any = None
         self.follow_clipping = True
@@ -64,10 +71,13 @@ class StepControl(Mover):
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, training: bool, inputs: Any) -> None:
         """A forward of the whole model starts: a step that was speculated upon has not come."""
         self.gradients.in_flight.sweep()
         self.roll_back()
+        if self.kept is not None:
+            mode = training, torch.is_grad_enabled()
+            self.kept.before_forward(mode, inputs, self.num_steps, between_steps=not self._open_window)
         if torch.is_grad_enabled():
             self._forwards += 1
 
@@ -188,6 +198,7 @@ class StepControl(Mover):
         for group in final:
             self._keep(group)
             del early[group]
+        self._rolled_back |= bool(early)
         with defer_sigint() if early else nullcontext():  # of all: what is cancelled must not be committed
             for group in early:
                 self._worker.cancel(self._states[group].update_end)
@@ -358,14 +369,20 @@ class StepControl(Mover):
                     self._unscaled[group] = [job.slot for job in jobs], factor
         if self.level0 is not None:
             self.level0.end_step()
-        self._forwards = 0
+        self._end_step()
         self._open_window = False
         self._clipped = factor is not None
 
     def skip_step(self) -> None:
         """The step has come but must change nothing (gradients that are not finite)."""
         self.roll_back()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._forwards = 0
+        self.num_steps += 1
+        self.num_rolled_back += self._rolled_back
+        self._rolled_back = False
 
     def begin_window(self) -> None:
         """All gradients are given up: if there were any since the last step, micro-batches are counted anew."""

@@ -210,7 +210,7 @@ class Forecast:
             input_bytes=inputs,
             micro_batches=choice.accumulation_steps,
             undo=machine.undo,
-            name="GPU" if machine.has_gpu else "arena",
+            on_gpu=machine.has_gpu,
             host_norms=machine.may_clip and not machine.has_gpu,  # a GPU takes the norms before gradients leave it
         )
         gpu = found.bytes_of(0) + step
@@ -243,8 +243,11 @@ class Forecast:
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((layout.passing_bytes(group) for group in groups if group.trainable()), default=0)
-        ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * layout.RING_SHARE))
-        slack = min((GRADIENTS_LEAVING + layout.MAX_LOCKED) * largest, free // 3)
+        on_gpu = self.machine.has_gpu
+        share = layout.CUDA_SHARE if on_gpu else layout.RING_SHARE
+        ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * share))
+        most = (GRADIENTS_LEAVING, layout.MAX_LOCKED)
+        slack = min(sum(layout.places(each, largest, free, on_gpu=on_gpu) for each in most) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring
         keeps = choice.update != "host" and not self.machine.undo

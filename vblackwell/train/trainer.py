@@ -23,6 +23,7 @@ from torch import nn
 from vblackwell.data.corpus import Dataset
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBError
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.movement.state import Level0Budget
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.metrics import StepRecord, finite_or_none, level_labels, link_bytes
@@ -230,7 +231,7 @@ class Trainer:
         for group in parts.optimizer.param_groups:
             group["lr"] = learning_rate
         while (losses := self._forward_and_backward()) is None:
-            self._begin_again_smaller(start)
+            self._begin_again(start)
         if len(losses) < self.accumulation_steps:
             parts.optimizer.zero_grad()
             self.restore(start)
@@ -267,7 +268,8 @@ class Trainer:
         except (torch.OutOfMemoryError, InsufficientMemory) as error:
             # Raised by the device's allocator, perhaps to a level of the stack whose own count had space.
             refused = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
-            if not refused or self.now.micro_batch == 1:
+            self._gave_way = refused and Level0Budget.give_back_kept(parts.stack)
+            if not refused or (self.now.micro_batch == 1 and not self._gave_way):
                 raise
         return None  # the error is gone here, and with it what its frames held
 
@@ -286,12 +288,19 @@ class Trainer:
         for label, level in zip(level_labels(stats), stats["levels"], strict=True):
             self._held[label] = max(level["used_bytes"], self._held.get(label, 0))
 
-    def _begin_again_smaller(self, start: TrainerState) -> None:
+    def _begin_again(self, start: TrainerState) -> None:
+        """After a lack of memory: without groups that were kept on level 0, or with half the sequences in a forward."""
         parts, before = self.parts, self.now.micro_batch
         parts.optimizer.zero_grad()
         self.restore(start)
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._gave_way:
+            self._progress.say(
+                f"step {self.now.step + 1}: out of memory with {before} sequences in a forward; begun again without "
+                "layers that were kept on level 0"
+            )
+            return
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
         again = f"{self.now.micro_batch}, {self.accumulation_steps} forwards a step"
         self._progress.say(

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vblackwell.errors import InsufficientMemory
 from vblackwell.offload.layout.groups import find_groups, moment_ranges
 from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import (
@@ -13,9 +15,12 @@ from vblackwell.offload.layout.placement import (
     OVERLAP,
     PASS_BYTES,
     STATE_BYTES,
+    StreamedPlacement,
     StreamingOptions,
     deferred_groups,
     pass_bytes,
+    passing_bytes,
+    place_streamed,
     shadowed_groups,
     share_for,
     share_of_all,
@@ -68,7 +73,7 @@ def test_what_lives_on_level0_asks_nobody():
 
 def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():
     groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
-    levels = spaces([GiB, GiB])
+    levels = spaces([GiB, GiB], on_gpu=False)
     waiting = deferred_groups(groups, StoragePlan.empty(levels, [1], groups))
     assert waiting and waiting == deferred_groups(groups) == groups[: -1 - len(waiting) : -1]
     assert deferred_groups(groups, StoragePlan.empty(levels, [1], groups, resident=groups[:1])) == []
@@ -84,9 +89,53 @@ def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():
     ranges = [(group, kind) for group in groups for kind in ("weight", "master")] + moment_ranges(groups)
     one = sum(groups[0].size_of(kind) for kind in ("weight", "master", "exp_avg", "exp_avg_sq"))
     for free, expected in ((0, []), (one, groups[:1]), (4 * one - 1, groups[:3]), (100 * one, groups)):
-        plan = StoragePlan.empty(spaces([GiB, 6 * one + free + 64 * 4096]), [1], groups).with_ranges(ranges)
+        levels = spaces([GiB, 6 * one + free + 64 * 4096], on_gpu=False)
+        plan = StoragePlan.empty(levels, [1], groups).with_ranges(ranges)
         rest = plan.levels[1].free_bytes - free  # what rounding left
-        levels = (plan.levels[0], replace(plan.levels[1], capacity_bytes=plan.levels[1].capacity_bytes - rest))
-        assert shadowed_groups(groups, replace(plan, levels=levels)) == expected
-    kept = StoragePlan.empty(spaces([GiB, GiB]), [1], groups, resident=groups[:2], on_level0=groups).with_ranges(ranges)
+        shorter = (plan.levels[0], replace(plan.levels[1], capacity_bytes=plan.levels[1].capacity_bytes - rest))
+        assert shadowed_groups(groups, replace(plan, levels=shorter)) == expected
+    levels = spaces([GiB, GiB], on_gpu=False)
+    kept = StoragePlan.empty(levels, [1], groups, resident=groups[:2], on_level0=groups).with_ranges(ranges)
     assert shadowed_groups(groups, kept) == groups[2:]
+
+
+def on_gpu(layer: tuple[int, int], num_layers: int, level0_bytes: int) -> StreamedPlacement:
+    """A bf16 model of as many layers of ``layer`` elements, streamed on a GPU and updated there."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(*layer, bias=False) for _ in range(num_layers)))
+    options = StreamingOptions(torch.bfloat16, update="device")
+    return place_streamed(model, spaces([level0_bytes, 1 << 40], on_gpu=True), options)
+
+
+def bytes_of(found: StreamedPlacement) -> int:
+    """All that streaming takes of level 0, which activations do not get."""
+    places = found.max_locked + found.max_in_flight
+    return found.budget_bytes + found.ring_bytes + places * found.groups[0].num_bytes
+
+
+def test_streaming_leaves_room_for_activations_on_a_small_gpu():
+    """At 2.70B groups of 0.16 GB have all that they profit from; at 6.7B, of 0.4 GB, activations and workspace of 16 x
+    2048 tokens (3.84 GB by the estimator's trace) fit next to them with 0.5 GB left.
+    """
+    small = on_gpu((2560, 32_000), 34, 8 * GiB)
+    group = small.groups[0].num_bytes
+    assert small.budget_bytes == 6 * group
+    assert small.ring_bytes == pytest.approx(1.5 * passing_bytes(small.groups[0]), abs=512)
+    assert (small.max_locked, small.max_in_flight) == (4, 3)
+    large = on_gpu((4096, 4 * 4096 + 3 * 11_008), 32, 8 * GiB)
+    assert large.budget_bytes // large.groups[0].num_bytes == 3 and (large.max_locked, large.max_in_flight) == (2, 2)
+    assert bytes_of(large) + 3.84e9 < 8 * GiB - 0.5e9
+
+
+@pytest.mark.parametrize("share", [0.05, 0.07, 0.1, 0.15, 0.2])
+def test_a_plan_never_takes_all_of_a_gpu(share: float):
+    found = on_gpu((1024, 1024), 12, int(2 * 1024 * 1024 / share))
+    assert found.budget_bytes >= found.groups[0].num_bytes and min(found.max_locked, found.max_in_flight) >= 1
+    assert bytes_of(found) <= 0.8 * 2 * 1024 * 1024 / share
+
+
+def test_two_groups_and_the_ring_are_the_least():
+    group = 2 * 1024 * 1024
+    assert on_gpu((1024, 1024), 12, int(2.4 * group)).budget_bytes == group
+    with pytest.raises(InsufficientMemory, match="the largest layer group, '0', needs 4.00 MiB there"):
+        on_gpu((1024, 1024), 12, int(2.2 * group))

@@ -192,7 +192,8 @@ def test_micro_batches_sum_what_each_of_them_used(
 def test_sums_that_rollback_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
     model, (level0, host) = build(DECODER), (512 << 10, 8 << 20)
     wishes = StreamingOptions(torch.bfloat16, update="device")
-    told = forecast_step(model, [level0, host], wishes, {}, undo=True, micro_batches=micro_batches).bytes_by_level
+    capacities, undone = [level0, host], {"undo": True, "on_gpu": False}
+    told = forecast_step(model, capacities, wishes, {}, micro_batches=micro_batches, **undone).bytes_by_level
     enable_vgpu_stack_optimization(
         model, make_stack(level0, host), placement="streamed", compute_dtype=torch.bfloat16, update="device"
     )

@@ -56,13 +56,13 @@ def forecast_step(
     micro_batches: int = 1,
     undo: bool = False,
     host_norms: bool = False,
-    name: str = "GPU",
+    on_gpu: bool = True,
 ) -> StepForecast:
-    """Where the bytes of ``model``, which may be on meta, would be while it streams on a GPU, and the tasks of a step.
+    """Where the bytes of ``model``, which may be on meta, would be while it streams, and the tasks of a step.
 
     Args:
-        capacities: bytes of level 0, of RAM and, if there is one, of the disk. name: of level 0 in errors.
-        options: with a stated ``update``; ``weight_bytes`` None means all that level 0 has, as without a GPU.
+        capacities: bytes of level 0, of RAM and, if there is one, of the disk. on_gpu: level 0 is one.
+        options: with a stated ``update``.
         seconds: of each phase of one micro-batch of a resident step (`vblackwell.trace.work.phase_seconds`).
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
         undo: updates after the backward can be rolled back, as far as host memory goes.
@@ -70,7 +70,7 @@ def forecast_step(
 
     Raises as `place_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    found = placement.place_streamed(model, placement.spaces(capacities, name=name), options)
+    found = placement.place_streamed(model, placement.spaces(capacities, on_gpu=on_gpu), options)
     trainable = found.trainable
     late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0} | set(found.deferred)
     held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
@@ -98,8 +98,8 @@ def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Gr
     table["ring"] = [found.ring_bytes, *rest]
     table["loaded"] = [min(found.budget_bytes, sum(group.num_bytes for group in found.groups)), *rest]
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
-    table["leaving"] = [2 * largest, *rest]
-    table["locked"] = [LOCKED * largest if found.on_level0 else 0, *rest]
+    table["leaving"] = [min(2, found.max_in_flight) * largest, *rest]
+    table["locked"] = [min(LOCKED, found.max_locked) * largest if found.on_level0 else 0, *rest]
     if shadowed:
         table["undo"] = [0] * len(levels)
         for pair in itertools.product(shadowed, PARAMETER_KINDS):

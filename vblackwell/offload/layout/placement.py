@@ -14,6 +14,7 @@ has `OVERLAP` of a step: from the first gradient to the next forward. The CPU's 
 rolled back, as they are by default: they write next to what they read.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,11 +45,14 @@ from vblackwell.units import MiB, format_bytes
 CUDA_ACTIVATION_SHARE = 0.5
 # ...and weights take no more than the groups in use, loading and turning around, unless ``weight_bytes`` says so.
 CUDA_GROUPS = 6
+# Beyond the `GROUPS_IN_USE` no more than this share of a GPU, and the ring no more than this share: activations of a
+# large model have to fit next to groups of 5 % of level 0.
+CUDA_SHARE = 0.15
 MAX_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
 
 # The ring holds one group's states and half of the next: what comes in while a group computes, and what goes out.
 RING_GROUPS = 1.5
-RING_SHARE = 0.25  # of level 0 at most
+RING_SHARE = 0.25  # of level 0 at most, where that is no GPU
 # Of three or four kinds. Every piece costs the host 0.2 ms, and the last one nothing hides.
 BUFFER_BYTES = 144 * MiB
 MAX_BUFFERS = 24
@@ -61,6 +65,9 @@ DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
 # Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead.
 MAX_LOCKED = 4
+MAX_IN_FLIGHT = 3  # gradients that leave level 0: more would only wait for the link there
+# Of either, on a GPU, as many as begin within this share of level 0: two where a group takes 5 % of it.
+PLACES_SHARE = 0.09
 NEWEST = 2  # inputs of checkpoints that stay on level 0 in any case: one is read by its layer, one is on its way
 AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
 
@@ -76,7 +83,7 @@ class StreamingOptions:
     compute_dtype: torch.dtype | None = None
     groups: tuple[str, ...] | None = None
     update: str | float = "auto"
-    resident_bytes: int = 0
+    resident_bytes: int | None = None
     weight_bytes: int | None = None
     activation_bytes: int = 0
     formats: Formats = EXACT
@@ -108,6 +115,9 @@ class StreamedPlacement:
     slice_rows: dict[Group, int]  # rows a slice of groups that are cut
     on_level0: list[Group]  # whose AdamW runs there
     ring_bytes: int  # of level 0, through which their states pass
+    max_locked: int  # groups whose weights an update holds on level 0 until they are stored
+    max_in_flight: int  # gradients on level 0, the one that fills and those that leave
+    may_keep: bool  # first groups may come to live on level 0 when steps have shown what they leave
 
     @property
     def trainable(self) -> list[Group]:
@@ -130,7 +140,7 @@ def place_streamed(
     """
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
     trainable = [group for group in groups if group.trainable()]
-    level, resident_bytes, free = levels[0], options.resident_bytes, levels[0].free_bytes
+    level, resident_bytes, free = levels[0], options.resident_bytes or 0, levels[0].free_bytes
     # What with its gradient does not fit level 0 is cut, if it can be.
     large = [group for group in groups if group.num_bytes * (2 if group.trainable() else 1) > free]
     slice_rows = {group: rows for group in large if (rows := rows_per_slice(group, sites, free // 2))}
@@ -138,7 +148,10 @@ def place_streamed(
     # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
     able = groups if options.formats.packed else whole
     on_level0 = groups_on_level0(able, options, measured)
-    ring = ring_bytes(on_level0, free) if on_level0 else 0
+    on_gpu = level.kind == "gpu"
+    ring = ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
+    largest = max((group.num_bytes for group in whole if group.trainable()), default=0)
+    max_locked, max_in_flight = (places(most, largest, free, on_gpu=on_gpu) for most in (MAX_LOCKED, MAX_IN_FLIGHT))
     resident = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in resident)
     if resident_bytes and not on_level0:
@@ -152,7 +165,8 @@ def place_streamed(
             needed_bytes=int(kept_bytes / MAX_RESIDENT),
             available_bytes=free,
         )
-    budget = _weights_budget(whole, replace(level, capacity_bytes=level.capacity_bytes - ring - kept_bytes), options)
+    rest = replace(level, capacity_bytes=level.capacity_bytes - ring - kept_bytes)
+    budget = _weights_budget(whole, rest, options, int(free * CUDA_SHARE), max_locked if on_level0 else 0)
     if len(levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
     # Slices are cut from addressable ranges: those first.
@@ -166,7 +180,10 @@ def place_streamed(
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)
-    return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring)
+    may_keep = options.resident_bytes is None
+    return StreamedPlacement(
+        groups, sites, storage, budget, slice_rows, on_level0, ring, max_locked, max_in_flight, may_keep
+    )
 
 
 def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None:
@@ -182,8 +199,12 @@ def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None
             )
 
 
-def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: StreamingOptions) -> int:
-    """What loaded weights may take of ``level``: as asked for, or all but a gradient buffer, on a GPU a few groups."""
+def _weights_budget(
+    groups: Sequence[Group], level: LevelSpace, options: StreamingOptions, share_bytes: int, max_locked: int
+) -> int:
+    """What loaded weights may take of ``level``: as asked for, or all but a gradient buffer, on a GPU a few groups, as
+    far as ``share_bytes`` go, or those in use; with those that updates hold no more than half of it.
+    """
     free = level.free_bytes
     weights = max((group.num_bytes for group in groups), default=0)
     gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
@@ -200,7 +221,8 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
     if options.weight_bytes is not None:
         return max(weights, min(budget, options.weight_bytes))
     if level.kind == "gpu":
-        budget = max(weights, min(budget, CUDA_GROUPS * weights, int(free * (1 - CUDA_ACTIVATION_SHARE))))
+        few = min(CUDA_GROUPS * weights, max(GROUPS_IN_USE * weights, share_bytes))
+        budget = max(weights, min(budget, few, int(free * (1 - CUDA_ACTIVATION_SHARE)) - max_locked * weights))
     return budget
 
 
@@ -237,7 +259,7 @@ def _able_on_level0(groups: Iterable[Group]) -> list[Group]:
 
 def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: Measured) -> float:
     """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
-    kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
+    kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes or 0))
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()
@@ -321,20 +343,28 @@ def groups_kept(groups: Iterable[Group], resident_bytes: int) -> list[Group]:
     return found
 
 
-def ring_bytes(groups: Sequence[Group], free_bytes: int) -> int:
+def ring_bytes(groups: Sequence[Group], free_bytes: int, *, on_gpu: bool) -> int:
     """What the ring for ``groups`` may take of ``free_bytes`` on level 0; InsufficientMemory if no buffer fits."""
+    share = CUDA_SHARE if on_gpu else RING_SHARE
     least = max(smallest_buffer(group) for group in groups)
     wanted = max(2 * least, int(RING_GROUPS * max(passing_bytes(group) for group in groups)))
-    found = min(wanted, int(free_bytes * RING_SHARE)) // 512 * 512
+    found = min(wanted, int(free_bytes * share)) // 512 * 512
     if found < least:
         raise InsufficientMemory(
-            f"updates on level 0 pass through {format_bytes(least)} of it at least, a quarter of the "
+            f"updates on level 0 pass through {format_bytes(least)} of it at least, {share:.0%} of the "
             f"{format_bytes(free_bytes)} that are free is less: raise fast_memory (the capacity of level 0), or use "
             "update='host' with states='fp32'",
-            needed_bytes=int(least / RING_SHARE),
+            needed_bytes=int(least / share),
             available_bytes=free_bytes,
         )
     return found
+
+
+def places(most: int, group_bytes: int, free_bytes: int, *, on_gpu: bool) -> int:
+    """``most`` buffers of the largest group, fewer (one at least) where they are a large part of a GPU's level 0."""
+    if not on_gpu or not group_bytes:
+        return most
+    return max(1, min(most, math.ceil(PLACES_SHARE * free_bytes / group_bytes)))
 
 
 def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:
@@ -343,9 +373,10 @@ def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:
     return max(1, min(MAX_BUFFERS, wanted, total_bytes // least_bytes))
 
 
-def spaces(capacities: Sequence[int], name: str = "cpu") -> list[LevelSpace]:
-    """Empty levels of ``capacities`` bytes: level 0, called ``name`` in errors, RAM, and a disk."""
-    levels = ((name, "ram", 512), ("cpu", "ram", PAGE), ("ssd", "disk", PAGE))
+def spaces(capacities: Sequence[int], *, on_gpu: bool) -> list[LevelSpace]:
+    """Empty levels of ``capacities`` bytes: level 0, a GPU or an arena, RAM, and a disk."""
+    level0 = ("GPU", "gpu", 512) if on_gpu else ("arena", "ram", 512)
+    levels = (level0, ("cpu", "ram", PAGE), ("ssd", "disk", PAGE))
     return [
         LevelSpace(each, kind, size // alignment * alignment, 0, alignment)
         for size, (each, kind, alignment) in zip(capacities, levels, strict=False)

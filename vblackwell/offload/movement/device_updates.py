@@ -12,7 +12,7 @@ from torch import Tensor
 from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import AccessTrace, Group, smallest_buffer
-from vblackwell.offload.layout.placement import MAX_LOCKED, StreamedPlacement, deferred_groups, num_buffers
+from vblackwell.offload.layout.placement import StreamedPlacement, deferred_groups, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
 from vblackwell.offload.movement.state import (
@@ -57,6 +57,7 @@ class DeviceUpdates(Mover):
         # Updated under the next forward even where they could be right after their backward.
         self.deferred = set(deferred_groups(found.on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
+        self._max_locked = found.max_locked
         self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
         self._trace = AccessTrace()  # of early updates
         self._expecting = False
@@ -122,7 +123,7 @@ class DeviceUpdates(Mover):
         if loaded is not None:
             weights.mark_updated(loaded, end.computed)
             self._locked.add((end.stored,), partial(weights.unlock, loaded))
-            free_until(lambda: len(self._locked) <= MAX_LOCKED, self.end_oldest)
+            free_until(lambda: len(self._locked) <= self._max_locked, self.end_oldest)
         if gradient is not None:
             self._trace.use(group.index)
         return end.computed

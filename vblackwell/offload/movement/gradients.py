@@ -39,7 +39,6 @@ from vblackwell.offload.movement.update_loop import SumLoop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 Receive = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
-MAX_IN_FLIGHT = 3  # buffers next to the one that fills: more would only wait for the link, on level 0
 
 
 def _shaped(slot: Slot, flat: Tensor, kind: str) -> Tensor:
@@ -64,10 +63,13 @@ def sum_kind(group: Group) -> str:
 
 
 class GradientCollector(Mover):
-    """Gathers the gradients of one model; ``measuring``: their norms are wanted."""
+    """Gathers the gradients of one model, at most ``max_in_flight`` on level 0 at a time; ``measuring``: their norms
+    are wanted.
+    """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, max_in_flight: int) -> None:
         super().__init__(shared)
+        self._max_in_flight = max_in_flight
         self.measuring = False
         self.filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self.in_flight = InFlightQueue()  # level-0 buffers
@@ -118,7 +120,7 @@ class GradientCollector(Mover):
         return buffer if buffer.is_whole() else None
 
     def _wait_for_place(self) -> None:
-        free_until(lambda: len(self.in_flight) < MAX_IN_FLIGHT, self.end_oldest)
+        free_until(lambda: len(self.in_flight) < self._max_in_flight, self.end_oldest)
 
     def close(self, buffer: GradientBuffer) -> bool:
         """No gradient more comes into ``buffer``; whether it will be added to those in host memory."""
