@@ -338,3 +338,17 @@ def test_pages_that_come_in_the_background_are_pinned():
         level.write(extent, there).wait()
         assert level.view(extent).is_pinned() and torch.equal(level.view(extent), there.cpu())
     level.close()
+
+
+@pytest.mark.gpu
+def test_pages_that_come_in_the_background_end_no_capture():
+    level, x = HostLevel(512 * MiB), torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        x.mul_(2)
+        extents = [level.allocate(96 * MiB) for _ in range(2)]
+        assert all(level.view(extent).numel() == 96 * MiB for extent in extents)  # registered while this one captures
+    graph.replay()
+    assert x.tolist() == [2.0] * 4 and all(level.view(extent).is_pinned() for extent in extents)
+    level.close()

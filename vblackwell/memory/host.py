@@ -7,6 +7,7 @@ needed for another: touching and pinning its pages take 0.15 to 0.35 s a GiB (me
 the background, one slab after the other (two at a time take longer); the first `view` of a slab waits for its own.
 """
 
+import ctypes
 import functools
 import mmap
 import os
@@ -113,11 +114,20 @@ def _register(mapping: _Mapping, address: int, size: int) -> None:
     mapping.unregister = functools.partial(cudart.cudaHostUnregister, address)
 
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def _spare_captures() -> None:
+    """Let what this thread registers not end the CUDA graph that another is capturing."""
+    if torch.cuda.is_available():
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
 class PageThread:
     """Brings the pages of slabs in one thread, in the order in which they were submitted, unless one is waited for."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "vblackwell-pages")
+        self._thread = ThreadPoolExecutor(1, "vblackwell-pages", initializer=_spare_captures)
         self._lock = threading.Lock()
         self._waiting = OrderedDict[Future[None], Callable[[], None]]()
         self._busy = False
