@@ -149,6 +149,7 @@ class Trainer:
         self.now = TrainerState(micro_batch=config.batch_size)  # without generators and scaler
         self._loss = parts.loss or parts.model
         self._held: dict[str, int] = {}  # the most in the step, by level
+        self._gave_way = False  # groups on level 0, in a step that ran out of memory
         self._progress, self._stop = progress, stop
         self._record, self._checkpoint, self._step_context = record, checkpoint, step_context
 
