@@ -27,10 +27,10 @@ from vblackwell.offload.layout.placement import MAX_RESIDENT, StreamedPlacement,
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.state import Mover, Shared, defer_sigint, free_after
 from vblackwell.offload.storage.storage import Ranges, on_disk
-from vblackwell.units import format_bytes
+from vblackwell.units import MiB, format_bytes
 
 STEPS = 3
-MARGIN_SHARE = 0.2  # of level 0
+MARGIN_SHARE, MAX_MARGIN = 0.2, 1792 * MiB  # of level 0, at most so many bytes
 Mode = tuple[bool, bool]  # whether the model trains, and whether a graph is recorded
 
 
@@ -79,7 +79,7 @@ class KeptGroups(Mover):
             self._watch()
         if self.after_step and not self.below:
             return
-        free_bytes, margin = self._free_bytes(), int(MARGIN_SHARE * self._capacity)
+        free_bytes, margin = self._free_bytes(), min(int(MARGIN_SHARE * self._capacity), MAX_MARGIN)
         if self.below and free_bytes < margin // 2:
             self.give_back()
         elif between_steps and not self.after_step and num_steps - self._since >= self._watched:
