@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,13 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _jit_trace = torch._C._get_tracing_state
 _profiles = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+_any_autocast = torch._C._is_any_autocast_enabled
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_NO_GUARD = nullcontext()  # of the device that is current: to enter one costs more than a launch
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What the backends of a product or of a row-wise op may look at; ``device`` and ``dtype`` of the activations."""
 
     device: torch.device
@@ -54,7 +55,7 @@ def accept(request: Any) -> list[str]:
     return []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend(Generic[AnyRequest, Run]):
     """One way to run an op."""
 
@@ -86,7 +87,7 @@ def choose(
         Unsupported: the backend asked for refuses, or all do, with every reason.
     """
     if name is None and not is_compiling():
-        name = _CHOSEN.get().get(op)
+        name = asked_for(op)
     if name is None:
         for backend in table:
             if backend.accepts(request) and not backend.slower(request):
@@ -114,6 +115,11 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         yield
     finally:
         _CHOSEN.reset(token)
+
+
+def asked_for(op: str) -> str | None:
+    """The backend of ``op`` that `use_backend` names, if one does."""
+    return _CHOSEN.get().get(op)
 
 
 @functools.lru_cache
@@ -191,7 +197,8 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Inside, launches go to the GPU that holds ``x``: Triton takes the current one, whatever its arguments are on."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+    elsewhere = x.is_cuda and torch.cuda.current_device() != x.device.index
+    return torch.cuda.device(x.device) if elsewhere else _NO_GUARD
 
 
 # Under autocast an op's input is cast to its dtype, nothing else is, and inside there is no autocast. torch's own
@@ -210,13 +217,18 @@ def _under_autocast(call: Callable[..., Any], cast: bool, x: Tensor, *rest: Any)
         return call(x, *rest)
 
 
-@functools.cache
-def _is_plain(kind: type) -> bool:
-    """Whether torch has no rule for arguments of this class, as for DTensors, fake tensors and symbolic numbers."""
-    if kind is Tensor or not issubclass(kind, Tensor):
-        return kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
-    rules = ("__torch_function__", "__torch_dispatch__")
-    return all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
+class _PlainClasses(dict[type, bool]):
+    """Whether torch has no rule for arguments of a class, as for DTensors, fake tensors and symbolic numbers."""
+
+    def __missing__(self, kind: type) -> bool:
+        plain = kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
+        if not plain and issubclass(kind, Tensor):
+            rules = ("__torch_function__", "__torch_dispatch__")
+            plain = all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
+        return self.setdefault(kind, plain)
+
+
+_is_plain = _PlainClasses().__getitem__  # a function of C: each call asks for ten classes
 
 
 def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast: str | None) -> Callable[..., Any]:
@@ -233,8 +245,10 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
         return output
 
     rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    # Without gradients it is the op, whose own error a second backward gets.
-    node: Any = overload if backward is None else type(run.__name__, (torch.autograd.Function,), rules).apply
+    # Of an op without a derivative the op itself, whose own error a second backward gets. `Function.apply` would ask
+    # once more whether there are transforms.
+    function: Any = torch.autograd.Function
+    node: Any = overload if backward is None else super(function, type(run.__name__, (function,), rules)).apply
 
     @functools.wraps(run)
     def call(*args: Any, **named: Any) -> Any:
@@ -245,7 +259,9 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
             bound.apply_defaults()
             args = bound.args
         # What others see: modes, traces, transforms, profilers.
-        if not computes_at_once() or _function_modes() or _profiles() or differentiating_forward():
+        if _dispatch_modes() or _jit_trace() is not None or _transform() is not None:
+            return overload(*args)
+        if _function_modes() or _profiles() or forward_ad._current_level >= 0:  # noqa: SLF001
             return overload(*args)
         # What is not what it seems: classes with rules, tensors without memory, or ones that torch writes out first.
         if not all(map(_is_plain, map(type, args))):
@@ -257,7 +273,7 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
                     return overload(*args)
                 if tensor.requires_grad and torch.is_grad_enabled():
                     compute = node
-        if autocast is not None and torch.is_autocast_enabled(args[0].device.type):
+        if autocast is not None and _any_autocast() and torch.is_autocast_enabled(args[0].device.type):
             return _under_autocast(compute, autocast == "cast", *args)
         return compute(*args)
 
