@@ -16,6 +16,7 @@ import functools
 import itertools
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,8 @@ from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.pointwise.rows import rms_norm
 from vblackwell.kernels.runtime import tuning as cache
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.packed_linear import PlacedWeight
 from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
@@ -266,6 +269,41 @@ def time_systems(
     return rows
 
 
+def host_us(call: Callable[[], object]) -> str:
+    """Microseconds of the host a call, least and median: few calls at a time, so that none waits for the GPU."""
+    taken: list[float] = []
+    for _ in range(200):
+        began = time.perf_counter()
+        for _ in range(10):
+            call()
+        taken.append((time.perf_counter() - began) * 1e5)
+        torch.cuda.synchronize()
+    return f"{min(taken):6.1f} {statistics.median(taken):6.1f}"
+
+
+def host_calls(n: int, k: int, packed: Tiled, dense: torch.Tensor) -> dict[str, Call]:
+    rest = (*packed, None, "nvfp4-tiled", "none", n, k)
+    module = FusedFP4Linear(k, n, False, device="meta")
+    module.hold(PlacedWeight("nvfp4-tiled", *packed))
+    return {
+        "fp4_linear": lambda x: fp4_linear(x, *rest),
+        "FusedFP4Linear": module,
+        "torch.ops": lambda x: torch.ops.vblackwell.fp4_linear.default(x, *rest),
+        "cuBLAS": lambda x: functional.linear(x, dense),
+    }
+
+
+def host(args: argparse.Namespace) -> None:
+    """What an eager call costs the host: ours directly, as a module and as a registered op, and cuBLAS."""
+    print("host us a call, least and median; then with gradients (forward alone)")
+    for n, k in args.shapes:
+        packed, dense = layers_of(n, k)
+        for m, (name, call) in itertools.product(args.rows, host_calls(n, k, packed[0], dense[0]).items()):
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            times = [host_us(functools.partial(call, each)) for each in (x, x.clone().requires_grad_())]
+            print(f"{n}x{k} m={m:<5} {name:15s} {times[0]}  {times[1]}", flush=True)
+
+
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     """'4096x4096,8192x8192' as pairs (N, K)."""
     pairs = [tuple(int(size) for size in word.split("x")) for word in text.split(",")]
@@ -277,6 +315,7 @@ def main() -> None:
     add = parser.add_argument
     add("--check", action="store_true")
     add("--bench", action="store_true")
+    add("--host", action="store_true", help="what eager calls cost the host")
     add("--peers", default="none", help="all, none, or names like humming,torchao")
     add(
         "--peer-seconds",
@@ -294,6 +333,8 @@ def main() -> None:
     print(cache.machine(torch.device("cuda", 0)))
     if args.check:
         check()
+    if args.host:
+        host(args)
     if args.bench:
         try:
             bench(args)
