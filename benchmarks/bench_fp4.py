@@ -18,6 +18,7 @@ import functools
 import itertools
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,9 @@ from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.kernels.pointwise.rows import rms_norm
 from vblackwell.nn.convert.linears import enable_vb_optimization
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.packed_linear import PlacedWeight
+from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
@@ -222,6 +226,41 @@ def time_systems(
     return rows
 
 
+def host_us(call: Callable[[], object]) -> str:
+    """Microseconds of the host a call, least and median: few calls at a time, so that none waits for the GPU."""
+    taken: list[float] = []
+    for _ in range(200):
+        began = time.perf_counter()
+        for _ in range(10):
+            call()
+        taken.append((time.perf_counter() - began) * 1e5)
+        torch.cuda.synchronize()
+    return f"{min(taken):6.1f} {statistics.median(taken):6.1f}"
+
+
+def host_calls(n: int, k: int, packed: Tiled, dense: torch.Tensor) -> dict[str, Call]:
+    rest = (*packed, None, "nvfp4-tiled", "none", n, k)
+    module = FusedFP4Linear(k, n, False, device="meta")
+    module.hold(PlacedWeight("nvfp4-tiled", *packed))
+    return {
+        "fp4_linear": lambda x: fp4_linear(x, *rest),
+        "FusedFP4Linear": module,
+        "torch.ops": lambda x: torch.ops.vblackwell.fp4_linear.default(x, *rest),
+        "cuBLAS": lambda x: functional.linear(x, dense),
+    }
+
+
+def host(args: argparse.Namespace) -> None:
+    """What an eager call costs the host: ours directly, as a module and as a registered op, and cuBLAS."""
+    print("host us a call, least and median; then with gradients (forward alone)")
+    for n, k in args.shapes:
+        packed, dense = layers_of(n, k)
+        for m, (name, call) in itertools.product(args.rows, host_calls(n, k, packed[0], dense[0]).items()):
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            times = [host_us(functools.partial(call, each)) for each in (x, x.clone().requires_grad_())]
+            print(f"{n}x{k} m={m:<5} {name:15s} {times[0]}  {times[1]}", flush=True)
+
+
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     """'4096x4096,8192x8192' as pairs (N, K)."""
     pairs = [tuple(int(size) for size in word.split("x")) for word in text.split(",")]
@@ -252,12 +291,15 @@ def main() -> None:
     add("--skip", type=int, default=0, metavar="K", help="the first K cases")
     add("--peers", default="humming,torchao", help="none, or whose names begin with these")
     add("--peer-seconds", type=float, default=60.0, help="for a peer to make its layers, or to run some rows first")
+    add("--host", action="store_true", help="what eager calls cost the host, and nothing else")
     add("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
     add("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
     add("--seconds", type=float, default=600.0, help="start no further shape after so many")
     add("--out", type=Path, default=None, help="CSV to append to")
     add("--start", choices=("cpu", "cuda"), help="time the start of a model in two parts there, and nothing else")
     args = parser.parse_args()
+    if args.host:
+        return host(args)
     raise SystemExit(not (start(args.start) if args.start else bench(args)))
 
 

@@ -49,7 +49,24 @@ def test_opcheck(activation):
     """Schema, fake tensor, autograd registration and AOT dispatch, as torch.library checks them."""
     x, bias = torch.randn(3, K, requires_grad=True), torch.randn(N, requires_grad=True)
     args = (x, *packed("nvfp4-tiled"), bias, "nvfp4-tiled", activation, N, K)
-    torch.library.opcheck(fp4_linear, args)
+    torch.library.opcheck(torch.ops.vblackwell.fp4_linear, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(5,), (2, 3), ()])
+def test_a_direct_call_gives_the_bits_of_the_op(rows, dtype):
+    weight, generator = packed("nvfp4-tiled"), torch.Generator().manual_seed(1)
+    x, bias = torch.randn(*rows, K, generator=generator).to(dtype), torch.randn(N, generator=generator)
+    found = []
+    for function in (fp4_linear, torch.ops.vblackwell.fp4_linear.default):
+        mine, its_bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
+        y = function(mine, *weight, its_bias, "nvfp4-tiled", "gelu", N, K)
+        y.float().square().sum().backward()
+        with torch.no_grad():
+            assert torch.equal(function(mine, *weight, its_bias, "nvfp4-tiled", "gelu", N, K), y)
+        found.append((y.detach(), mine.grad, its_bias.grad))
+    assert found[0][0].shape == (*rows, N) and found[0][0].dtype == dtype
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def test_compiles_as_one_graph():

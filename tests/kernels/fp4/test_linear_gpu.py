@@ -105,6 +105,38 @@ def test_graph_and_compile(m):
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("m", [1, 16, 64, 300])
+def test_a_direct_call_gives_the_bits_of_the_op(m):
+    """Twice, on another stream the second time: what is kept of the first call is of the shape alone."""
+    n, k = 512, 256
+    _, tiled = on_gpu("nvfp4", n, k)
+    x, bias = torch.randn(2, m, k, device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = []
+            for function in (fp4_linear, torch.ops.vblackwell.fp4_linear.default):
+                mine, its_bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
+                y = function(mine, *tiled, its_bias, "nvfp4-tiled", "silu", n, k)
+                y.float().square().sum().backward()
+                found.append((y.detach(), mine.grad, its_bias.grad))
+        stream.synchronize()
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_call_goes_to_the_gpu_of_its_tensors():
+    n, k = 512, 256
+    _, tiled = on_gpu("nvfp4", n, k)
+    for m in (1, 64):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        there = [tensor.to("cuda:1") for tensor in (x, *tiled)]
+        y = fp4_linear(*there, None, "nvfp4-tiled", "none", n, k)
+        assert y.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+        assert torch.equal(y.cpu(), fp4_linear(x, *tiled, None, "nvfp4-tiled", "none", n, k).cpu())
+
+
 def test_dx_is_dy_times_the_packed_weight():
     n, k = 512, 256
     w_NK, tiled = on_gpu("mxfp4", n, k)

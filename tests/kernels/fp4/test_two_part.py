@@ -2,6 +2,8 @@
 (emulation.py).
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -273,18 +275,17 @@ def test_renewal_source_is_the_oracle(factor, k):
 @pytest.mark.parametrize(("k", "whole"), [(96, 1), (77, 0)])
 def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
     queued = []
-    monkeypatch.setattr(two_part_round, "_launcher", lambda *_: lambda *parameters: queued.append(parameters))
+    launcher = SimpleNamespace(queue=lambda *parameters: queued.append(parameters))
+    monkeypatch.setattr(two_part_round, "_launcher", lambda *_: launcher)
     monkeypatch.setattr(two_part_round, "_rounding", two_part_round._rounding.__wrapped__)
     monkeypatch.setattr(two_part_round, "_by_kernel", lambda device, dtype: True)
-    monkeypatch.setattr(two_part_round, "_stream", lambda device: 5)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
     first, second = wide_weight(60, k, torch.bfloat16), wide_weight(60, k, torch.bfloat16)
     for w_NK in (first, second):
         scales = separation.training_scales(w_NK)
         out = two_part_round.rounded(w_NK, scales.block, scales.tensor, torch.float32)
         assert out.shape == (60, k) and out.dtype == torch.float32
         at = (w_NK.data_ptr(), scales.block.data_ptr(), scales.tensor.data_ptr(), out.data_ptr())
-        assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole), 5)
+        assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole))
     with pytest.raises(Unsupported, match="no memory"):
         two_part_round.rounded(TwoTensor(first, first), scales.block, scales.tensor, torch.float32)
     assert two_part_round.rounded(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64

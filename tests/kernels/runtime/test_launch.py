@@ -88,10 +88,13 @@ class Driver:
     graph is captured.
     """
 
+    parameters = 0  # of a launch that are remembered
+
     def __init__(self) -> None:
         self.overlapped: list[bool] = []
         self.mode = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, as threads begin
         self.loads: list[int] = []
+        self.queued: list[tuple[int | None, list[int]]] = []  # stream and parameters of each launch
 
     def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -109,8 +112,16 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config, function, pointers, extra) -> int:  # noqa: N802
-        self.overlapped.append(ctypes.cast(config, ctypes.POINTER(launch.Launch)).contents.count == 1)
+        found = ctypes.cast(config, ctypes.POINTER(launch.Launch)).contents
+        self.overlapped.append(found.count == 1)
+        at = ctypes.cast(pointers, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
+        self.queued.append((found.stream, [at[place].contents.value for place in range(self.parameters)]))
         return 0
+
+
+def forget_prepared() -> None:
+    for prepared in (fp4_launch.prepare_mma, fp4_launch.prepare_wgmma, fp4_launch._dequantize):
+        prepared.cache_clear()
 
 
 @pytest.fixture
@@ -126,9 +137,11 @@ def driver(monkeypatch, capturing):
         "get_device_capability": lambda device: (9, 0),
         "get_device_properties": lambda device: properties,
         "device": lambda device: nullcontext(),
-        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
+    monkeypatch.setattr(launch, "raw_stream", lambda device_index: 0)
+    forget_prepared()
     return found
 
 
@@ -168,6 +181,36 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
                 if len(counts) == 2:
                     tensor.copy_(tensor.clone())
             assert counts == [1, 0, 1], (name, counts)
+
+
+def test_a_call_queues_its_own_tensors_on_the_stream_and_the_gpu_at_hand(driver, monkeypatch):
+    """What is kept between calls is of the shape alone, whichever threads make them."""
+    n, k = 64, 128
+    driver.parameters = 6  # x, three of the weight, bias and y, which come first
+    weights = [random_weight("mxfp4", n, k, seed)[1] for seed in range(4)]
+    rows = [torch.randn(3, k).bfloat16() for _ in weights]
+    bias, plan = torch.zeros(n, dtype=torch.bfloat16), plan_mma(3, n, k, True)
+    kept = list[torch.Tensor]()  # outputs, whose addresses would be given out again
+
+    def call(place: int) -> tuple[int, ...]:
+        y = fp4_launch.run_mma(plan, rows[place], weights[place], bias, "none", n)
+        kept.append(y)
+        return tuple(tensor.data_ptr() for tensor in (rows[place], *weights[place], bias, y))
+
+    wanted = [call(0)]
+    with ThreadPoolExecutor(4) as pool:
+        wanted += pool.map(call, [0, 1, 2, 3] * 50)
+    assert sorted(tuple(values) for _, values in driver.queued) == sorted(wanted)
+    assert fp4_launch.prepare_mma.cache_info().misses == 1
+    monkeypatch.setattr(launch, "raw_stream", lambda device_index: 7)
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext(here.append(None)))
+    here = [1]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[-1], raising=False)
+    call(0)
+    assert driver.queued[-1][0] == 7 and entered == [torch.device("cpu")]
+    call(0)
+    assert len(entered) == 1, "the GPU was current"
 
 
 def test_a_kernel_is_loaded_outside_a_capture_and_by_one_thread(driver, monkeypatch):
@@ -228,6 +271,7 @@ def test_a_kernel_is_loaded_while_a_graph_is_captured():
     plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
     wanted = fp4_launch.run_mma(plan, x, tiled, None, "none", n)
     launch._kernels.clear()
+    forget_prepared()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = fp4_launch.run_mma(plan, x, tiled, None, "none", n)

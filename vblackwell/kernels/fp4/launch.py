@@ -1,22 +1,42 @@
-"""Launches of the fused FP4 kernels (``cuda/``) on tiled weights. ``M`` rows, ``N`` out features, ``K`` in features."""
+"""Launches of the fused FP4 kernels (``cuda/``) on tiled weights. All that a shape decides is prepared once and kept:
+what is left of a call are allocations, addresses and the driver. ``M`` rows, ``N`` out features, ``K`` in features.
+"""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan, ceil_div, launch_bytes
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan, ceil_div, launch_bytes, round_up
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
-from vblackwell.kernels.runtime.launch import kernel
+from vblackwell.kernels.runtime.launch import Grid, Launcher, float_bits, kernel
 
 DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/fp4_dequantize.cu")
 Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
+Product = Callable[..., Tensor]  # of x_MK, a weight, and a bias or None, for the one shape that it was made for
 PARTS = 4  # tensors of a weight in two parts
+_address = Tensor.data_ptr
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
+
+
+class Given(NamedTuple):
+    """What a product is prepared for."""
+
+    shape: tuple[int, ...]  # (.., N, K)
+    dtype: torch.dtype  # of x and, but for tests, the output
+    activation: str
+    weight_tensors: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Weight, activation: str, n: int) -> "Given":
+        return cls((*x.shape[:-1], n, x.shape[-1]), x.dtype, activation, len(weight), x.device)
 
 
 def aligned(x_MK: Tensor) -> tuple[Tensor, int]:
@@ -27,8 +47,51 @@ def aligned(x_MK: Tensor) -> tuple[Tensor, int]:
     return torch.nn.functional.pad(x_MK, (0, -k % 8)).contiguous(), k + -k % 8
 
 
+def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(x.dtype).contiguous()
+
+
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(4096)
+def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = None, norm: bool = False) -> Product:
+    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. With ``norm`` it is given the gain, of
+    the type of x, and epsilon as well, and takes the RMSNorm of the rows on the way, of K a multiple of 8 and a weight
+    in one part; two parts take bf16 rows."""
+    shape, dtype, activation, weight_tensors, device = given
+    *rows, n, given_k = shape
+    m, k, y_shape = math.prod(rows), round_up(given_k, 8), (*rows, n)
+    if k % 64:
+        plan = replace(plan, chunk=0)
+    if norm and not plan.chunk and plan.threads & (plan.threads - 1):
+        raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
+    macros = plan.macros(dtype == torch.float16, (out_dtype or dtype) == torch.float32, norm)
+    grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
+    shared_bytes = plan.shared_bytes(k, norm)
+    numbers = (m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
+    if weight_tensors == PARTS:
+        numbers = (*numbers, 1, shared_bytes)
+    elif plan.chunk:
+        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
+    compiled = kernel(MMA_FILES, "fp4_mma", macros, device)
+    queue = compiled.launcher(plan.threads, shared_bytes, 3 + weight_tensors + len(numbers) + 2 * norm).queue
+
+    def run(x_MK: Tensor, weight: Weight, bias: Tensor | None, *gain_and_eps: Any) -> Tensor:
+        y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)
+        if k != given_k or x_MK.data_ptr() % 16:
+            x_MK, _ = aligned(x_MK.view(m, given_k))
+        bias = like(bias, x_MK)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        at = (x_MK.data_ptr(), *map(_address, weight), bias_at, y_MN.data_ptr(), *numbers)
+        if norm:
+            gain_K, eps = gain_and_eps
+            at = (*at, gain_K.data_ptr(), float_bits(eps))
+        queue(grid, at, weight)
+        return y_MN
+
+    return run
 
 
 def run_mma(
@@ -43,28 +106,46 @@ def run_mma(
     gain_K: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. With ``gain_K``, of the type of x, K a
-    multiple of 8 and a weight in one part it takes the RMSNorm of the rows on the way; two parts take bf16 rows."""
-    x_MK, k = aligned(x_MK)
-    if k % 64:
-        plan = replace(plan, chunk=0)
-    norm = gain_K is not None
-    if norm and not plan.chunk and plan.threads & (plan.threads - 1):
-        raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
-    m, device = x_MK.shape[0], x_MK.device
-    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
-    macros = plan.macros(x_MK.dtype == torch.float16, y_MN.dtype == torch.float32, norm)
-    grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
-    shared_bytes = plan.shared_bytes(k, norm)
-    args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
-    if len(weight) == PARTS:
-        args = (*args, 1, shared_bytes)
-    elif plan.chunk:
-        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
-    if norm:
-        args = (*args, gain_K, float(eps))
-    kernel(MMA_FILES, "fp4_mma", macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
-    return y_MN
+    """What `prepare_mma` makes of ``plan``, at once."""
+    prepared = prepare_mma(plan, Given.of(x_MK, weight, activation, n), out_dtype, gain_K is not None)
+    return prepared(x_MK, weight, bias, gain_K, eps)
+
+
+@functools.lru_cache(4096)
+def prepare_wgmma(plan: WgmmaPlan, given: Given, out_dtype: torch.dtype | None = None) -> Product:
+    """``fp4_wgmma``, once or twice, after ``swizzle_x``; ``out_dtype`` may be fp32, else the type of x."""
+    shape, dtype, activation, weight_tensors, device = given
+    *rows, n, given_k = shape
+    m, k, y_shape = math.prod(rows), round_up(given_k, 8), (*rows, n)
+    windows, blocks = ceil_div(k, 64), ceil_div(m, plan.tokens)
+    fp16, out32 = dtype == torch.float16, (out_dtype or dtype) == torch.float32
+    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16, out32), device).launcher(128, 0, 4).queue
+    swizzle_grid, x_elements = (
+        (ceil_div(windows * plan.tokens * 8, 256), blocks, 1),
+        blocks * windows * plan.tokens * 64,
+    )
+    products: list[tuple[Callable[..., None], Grid, int]] = []
+    for part in launches(plan, m, n):
+        grid = (part.blocks, plan.splits, blocks)
+        shared_bytes = launch_bytes(part.plan.shared_bytes(), math.prod(grid), processors(device))
+        compiled = kernel(WGMMA_FILES, "fp4_wgmma", part.plan.macros(fp16, out32), device)
+        launcher = compiled.launcher(part.plan.threads, shared_bytes, 8 + weight_tensors)
+        products.append((launcher.queue, grid, part.first))
+    numbers = (m, n, k, ACTIVATIONS.index(activation))
+
+    def run(x_MK: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)
+        if k != given_k or x_MK.data_ptr() % 16:
+            x_MK, _ = aligned(x_MK.view(m, given_k))
+        x_swizzled, bias = x_MK.new_empty(x_elements), like(bias, x_MK)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        swizzle(swizzle_grid, (x_MK.data_ptr(), x_swizzled.data_ptr(), m, k))
+        at = (x_swizzled.data_ptr(), *map(_address, weight), bias_at, y_MN.data_ptr(), *numbers)
+        for queue, grid, first in products:
+            queue(grid, (*at, first), weight)
+        return y_MN
+
+    return run
 
 
 def run_wgmma(
@@ -76,31 +157,23 @@ def run_wgmma(
     n: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``fp4_wgmma``, once or twice, after ``swizzle_x``; ``out_dtype`` may be fp32, else the type of x."""
-    x_MK, k = aligned(x_MK)
-    (m, _), device, windows = x_MK.shape, x_MK.device, ceil_div(k, 64)
-    blocks = ceil_div(m, plan.tokens)
-    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
-    fp16, out32 = x_MK.dtype == torch.float16, y_MN.dtype == torch.float32
-    x_swizzled = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=device)
-    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16, out32), device)
-    swizzle.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, x_swizzled, m, k))
-    args = (x_swizzled, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
-    for rows in launches(plan, m, n):
-        grid = (rows.blocks, plan.splits, blocks)
-        shared_bytes = launch_bytes(rows.plan.shared_bytes(), math.prod(grid), processors(device))
-        product = kernel(WGMMA_FILES, "fp4_wgmma", rows.plan.macros(fp16, out32), device)
-        product.launch(grid, rows.plan.threads, shared_bytes, (*args, rows.first), weight)
-    return y_MN
+    """What `prepare_wgmma` makes of ``plan``, at once."""
+    return prepare_wgmma(plan, Given.of(x_MK, weight, activation, n), out_dtype)(x_MK, weight, bias)
+
+
+@functools.lru_cache(4096)
+def _dequantize(n: int, k: int, dtype: torch.dtype, weight_tensors: int, device: torch.device) -> tuple[Launcher, Grid]:
+    warps = 4 if dtype == torch.float32 else 8
+    grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
+    macros = {"FP16": 0, "OUT": OUT_TYPES[dtype], "PARTS": int(weight_tensors == PARTS)}
+    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, device)
+    return write.launcher(32 * warps, warps * 32 * 64 * dtype.itemsize, weight_tensors + 3), grid
 
 
 def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """The (n, k) weight, in one part or two, as bf16, fp16 or fp32, by one launch."""
     device = weight[0].device
     w_NK = torch.empty(n, k, dtype=dtype, device=device)
-    warps = 4 if dtype == torch.float32 else 8
-    grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
-    macros = {"FP16": 0, "OUT": OUT_TYPES[dtype], "PARTS": int(len(weight) == PARTS)}
-    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, device)
-    write.launch(grid, 32 * warps, warps * 32 * 64 * w_NK.element_size(), (*weight, w_NK, n, k), weight)
+    launcher, grid = _dequantize(n, k, dtype, len(weight), device)
+    launcher.queue(grid, (*map(_address, weight), w_NK.data_ptr(), n, k), weight)
     return w_NK

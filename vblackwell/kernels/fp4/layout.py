@@ -43,6 +43,7 @@ TILED_PARTS = "nvfp4-tiled"  # the tiled layout of a weight in two parts
 PARTS_LAYOUTS = ("nvfp4", TILED_PARTS)
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, fine codes, block scales, tensor scale
 Fields = tuple[tuple[int, int, int, int], ...]
+Shape = tuple[int, ...]
 
 
 def is_tiled(format: str) -> bool:
@@ -75,12 +76,12 @@ def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...
     return form.codes_shape(n, k), form.scales_shape(n, k)
 
 
-def check_shapes(format: str, n: int, k: int, codes: Tensor, block_scales: Tensor, fine: Tensor | None = None) -> None:
-    """Raises ConfigurationError where the tensors are not those of an (n, k) weight in ``format``."""
+def check_shapes(format: str, n: int, k: int, codes: Shape, block_scales: Shape, fine: Shape | None = None) -> None:
+    """Raises ConfigurationError where the shapes are not those of an (n, k) weight in ``format``."""
     expected = shapes(format, n, k)
-    if (codes.shape, block_scales.shape) != expected or (fine is not None and fine.shape != codes.shape):
-        middle = "" if fine is None else f", fine codes {tuple(fine.shape)}"
-        found = f"{format} codes {tuple(codes.shape)}{middle} and scales {tuple(block_scales.shape)}"
+    if (codes, block_scales) != expected or (fine is not None and fine != codes):
+        middle = "" if fine is None else f", fine codes {tuple(fine)}"
+        found = f"{format} codes {tuple(codes)}{middle} and scales {tuple(block_scales)}"
         wanted = f"expected {expected[0]} and {expected[1]}"
         raise ConfigurationError(f"{found} do not belong to a weight of {n} x {k}: {wanted}")
 
@@ -185,7 +186,7 @@ def to_tiled(
         Unsupported: NaN or negative scales, or mxfp4 exponents that span more than 2^17 among non-zero blocks.
     """
     tiled_name(format)
-    check_shapes(format, n, k, codes, block_scales)
+    check_shapes(format, n, k, codes.shape, block_scales.shape)
     bands, steps = tiles(n, k)
     if format == "mxfp4" and top is None:
         top = live_exponents(codes, block_scales)[1]
@@ -225,7 +226,7 @@ def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_sca
     """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, in bands of rows to save memory. Raises as
     `to_tiled`, and CorruptData for a fine code that leaves its coarse code's cell through zero. Waits for the device.
     """
-    check_shapes(FORM.name, n, k, codes, block_scales, fine)
+    check_shapes(FORM.name, n, k, codes.shape, block_scales.shape, fine.shape)
     code_shape, scale_shape = shapes(TILED_PARTS, n, k)
     shapes_out = (code_shape, code_shape, scale_shape)
     all_words, all_fine, all_scales = (torch.empty(s, dtype=torch.uint8, device=codes.device) for s in shapes_out)

@@ -6,6 +6,8 @@ Backward reads the same packed tensor (dX = dY W), computes the value before the
 for the weight. `packed_linear` gives w4a8.py and two_part.py the same. ``M`` rows, ``N`` out, ``K`` in features.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,25 +16,71 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import Weight, run_dequantize, run_mma, run_wgmma
+from vblackwell.kernels.fp4.launch import Given, Product, Weight, like, prepare_mma, prepare_wgmma, run_dequantize
+from vblackwell.kernels.fp4.layout import Shape
 from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
-from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, register_op
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, differentiating_forward, register_op
 from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def run_rows(op: str, table: Sequence[Backend], x: Tensor, format: str, n: int, k: int, *args: Any) -> Tensor:
-    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K)."""
-    rows_MK = x.reshape(-1, k).contiguous()
-    if rows_MK.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], n))
-    request = Request(x.device, registry.capability(x.device), x.dtype, format, rows_MK.shape[0], n, k)
-    y_MN = choose(op, table, request).run(rows_MK, *args)
-    return y_MN.view(*x.shape[:-1], n)
+def run_rows(
+    op: str,
+    table: Sequence[Backend],
+    x: Tensor,
+    format: str,
+    n: int,
+    k: int,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str,
+    *more: Any,
+) -> Tensor:
+    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K): what its ``run`` makes of the
+    request and of `Given`, which is kept, and called with x, weight, bias and ``more``."""
+    how = (activation, len(weight), registry.asked_for(op), differentiating_forward())
+    return _prepare(op, table, x.device, x.dtype, x.shape, format, n, k, *how)(x.contiguous(), weight, bias, *more)
+
+
+@functools.lru_cache(4096)
+def _prepare(
+    op: str,
+    table: Sequence[Backend],
+    device: torch.device,
+    dtype: torch.dtype,
+    x_shape: Shape,
+    format: str,
+    n: int,
+    k: int,
+    activation: str,
+    weight_tensors: int,
+    name: str | None,
+    forward_mode: bool,  # `choose` sees it by itself
+) -> Product:
+    *rows, _ = x_shape
+    if (m := math.prod(rows)) == 0:
+        return lambda x, *_: x.new_empty(*rows, n)
+    request = Request(device, registry.capability(device), dtype, format, m, n, k)
+    given = Given((*rows, n, k), dtype, activation, weight_tensors, device)
+    return choose(op, table, request, name).run(request, given)
+
+
+def each_time(function: Callable[..., Tensor]) -> Callable[[Request, Given], Product]:
+    """A backend's ``run`` that keeps nothing: calls of ``function`` with rows (M, K), weight, bias, the request, the
+    activation and ``more``."""
+
+    def prepare(request: Request, given: Given) -> Product:
+        def product(x: Tensor, weight: Weight, bias: Tensor | None, *more: Any) -> Tensor:
+            y_MN = function(x.view(-1, request.k), weight, bias, request, given.activation, *more)
+            return y_MN.view(*given.shape[:-1])
+
+        return product
+
+    return prepare
 
 
 def fake_rows(x: Tensor, *rest: Any) -> Tensor:
@@ -50,9 +98,8 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
     gradients in x and bias; ``input_gradient`` is of (dY, the weight's tensors, the format if there is one, N, K)."""
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        x, *tensors = inputs[: 2 + weight_tensors]
         ctx.static = inputs[2 + weight_tensors :]
-        ctx.save_for_backward(None if ctx.static[-3] == "none" else x, *tensors)
+        ctx.save_for_backward(None if inputs[-3] == "none" else inputs[0], *inputs[1 : 2 + weight_tensors])
 
     def register(run: Callable[..., Tensor]) -> Any:
         def backward(ctx, dy):  # type: ignore[no-untyped-def]
@@ -66,14 +113,16 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
                 dbias = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
             return dx, *(None for _ in weight), dbias, *(None for _ in ctx.static)
 
-        op = register_op(fake_rows, save=save, backward=backward, autocast="cast")(run)
+        op = register_op(fake_rows, save=save, backward=backward, autocast="cast", direct=True)(run)
         return op
 
     return register
 
 
-def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> None:
-    """Raises ConfigurationError where the tensors of a weight do not belong together."""
+@functools.lru_cache(4096)
+def _check_weight(
+    codes: Shape, scales: Shape, tensor_scale: Shape, scale_dtype: torch.dtype, format: str, n: int, k: int
+) -> None:
     if layout.canonical_name(format) not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigurationError(f"format {format!r} is not known: choose one of {known} or a '-tiled' layout")
@@ -81,18 +130,21 @@ def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form
         raise ConfigurationError(f"a weight of {n} x {k} has no elements: both dimensions must be positive")
     if layout.is_tiled(format):
         layout.tiled_name(format)
-        layout.check_shapes(format, n, k, codes, block_scales)
-    if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-        raise ConfigurationError(
-            f"tensor_scale must be one fp32 value, got {tuple(tensor_scale.shape)} {tensor_scale.dtype}"
-        )
+        layout.check_shapes(format, n, k, codes, scales)
+    if math.prod(tensor_scale) != 1 or scale_dtype != torch.float32:
+        raise ConfigurationError(f"tensor_scale must be one fp32 value, got {tuple(tensor_scale)} {scale_dtype}")
+
+
+def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> None:
+    """Raises ConfigurationError where the tensors of a weight do not belong together."""
+    _check_weight(codes.shape, block_scales.shape, tensor_scale.shape, tensor_scale.dtype, format, n, k)
 
 
 def check_arguments(
     x: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, activation: str, n: int, k: int
 ) -> None:
     """Raises ConfigurationError where the arguments of a linear do not belong together."""
-    check_weight(codes, block_scales, tensor_scale, format, n, k)
+    _check_weight(codes.shape, block_scales.shape, tensor_scale.shape, tensor_scale.dtype, format, n, k)
     if x.shape[-1] != k:
         raise ConfigurationError(f"the input has {x.shape[-1]} features, the weight takes {k}")
     if x.dtype not in registry.DTYPES:
@@ -100,10 +152,6 @@ def check_arguments(
     if x.device != codes.device:
         raise ConfigurationError(f"the input is on {x.device} and the weight on {codes.device}: move one of them")
     check_activation(activation)
-
-
-def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(x.dtype).contiguous()
 
 
 def tiled_reasons(request: Request) -> list[str]:
@@ -143,20 +191,24 @@ def _wgmma_reasons(request: Request) -> list[str]:
     return reasons
 
 
-def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(registry.capability(x_MK.device)))
-    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
+def _mma(request: Request, given: Given) -> Product:
+    return prepare_mma(plan_mma(request.m, request.n, request.k, has_clusters(request.capability)), given)
 
 
-def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    return run_wgmma(plan_wgmma(x_MK.shape[0], n, k), x_MK, weight, like(bias, x_MK), activation, n)
+def _wgmma(request: Request, given: Given) -> Product:
+    return prepare_wgmma(plan_wgmma(request.m, request.n, request.k), given)
+
+
+@functools.lru_cache
+def _kernel_decodes(device: torch.device, format: str) -> bool:
+    return not tiled_reasons(Request(device, registry.capability(device), torch.float32, format, 0, 0, 0))
 
 
 def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
     """The weight in one part or two, as `reference.weight_of`, rounded once to the type of ``like``, on its device."""
-    if tiled_reasons(Request(like.device, registry.capability(like.device), like.dtype, format, 0, n, k)):
-        return reference.weight_of(weight, format, n, k).to(like.dtype)
-    return run_dequantize(weight, n, k, like.dtype)
+    if _kernel_decodes(like.device, format):
+        return run_dequantize(weight, n, k, like.dtype)
+    return reference.weight_of(weight, format, n, k).to(like.dtype)
 
 
 def input_gradient(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -> Tensor:
@@ -165,20 +217,23 @@ def input_gradient(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -
     return (dy_MN.reshape(-1, n).contiguous() @ w_NK).view(*dy_MN.shape[:-1], k)
 
 
-def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    w_NK = whole_weight(weight, format, n, k, x_MK)
+def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
+    w_NK = whole_weight(weight, request.format, request.n, request.k, x_MK)
     return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
 
 
-def _reference(x_MK, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    return reference.linear(x_MK, reference.weight_of(weight, format, n, k), bias, activation)
+def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
+    return reference.linear(x_MK, reference.weight_of(weight, request.format, request.n, request.k), bias, activation)
 
 
-BY_WHOLE_WEIGHT = (Backend("dequantize", registry.cuda_reasons, _whole), Backend("reference", accept, _reference))
+BY_WHOLE_WEIGHT = (
+    Backend("dequantize", registry.cuda_reasons, each_time(_whole)),
+    Backend("reference", accept, each_time(_reference)),
+)
 LINEAR = (Backend("mma", _mma_reasons, _mma), Backend("wgmma", _wgmma_reasons, _wgmma), *BY_WHOLE_WEIGHT)
 
 
-@register_op(fake_gradient, autocast="keep")
+@register_op(fake_gradient, autocast="keep", direct=True)
 def fp4_linear_dx(
     dy_MN: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> Tensor:
@@ -211,4 +266,4 @@ def fp4_linear(
     """
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, block_scales, tensor_scale)
-    return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)
+    return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, weight, bias, activation)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.launch import run_mma
-from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, fake_rows, like, linear_reasons, run_rows
+from vblackwell.kernels.fp4.launch import Given, Product, Weight, prepare_mma
+from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, each_time, fake_rows, linear_reasons, run_rows
 from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
-from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, register_op
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, register_op
 
 MAX_ROWS = 16
 
@@ -44,22 +44,27 @@ def _slower(request: Request) -> list[str]:
     return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
 
 
-def _mma(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(capability(x_MK.device)))
-    gain_K = gain_K.contiguous()
-    gain_K = gain_K.clone() if gain_K.data_ptr() % 16 else gain_K
-    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, gain_K=gain_K, eps=eps)
+def _mma(request: Request, given: Given) -> Product:
+    plan = plan_mma(request.m, request.n, request.k, has_clusters(request.capability))
+    product = prepare_mma(plan, given, norm=True)
+
+    def aligned(x_MK: Tensor, weight: Weight, bias: Tensor | None, gain_K: Tensor, eps: float) -> Tensor:
+        gain_K = gain_K.contiguous()
+        return product(x_MK, weight, bias, gain_K.clone() if gain_K.data_ptr() % 16 else gain_K, eps)
+
+    return aligned
 
 
-def _separate(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    rows_MK = functional.rms_norm(x_MK, (k,), gain_K, eps=eps)
-    return run_rows("fp4_linear", LINEAR, rows_MK, format, n, k, weight, bias, format, activation, n, k)
+def _separate(x_MK, weight, bias, request, activation, gain_K, eps):  # type: ignore[no-untyped-def]
+    rows_MK = functional.rms_norm(x_MK, (request.k,), gain_K, eps=eps)
+    how = (request.format, request.n, request.k, weight, bias, activation)
+    return run_rows("fp4_linear", LINEAR, rows_MK, *how)
 
 
-NORM_LINEAR = (Backend("mma", _mma_reasons, _mma, slower=_slower), Backend("separate", accept, _separate))
+NORM_LINEAR = (Backend("mma", _mma_reasons, _mma, slower=_slower), Backend("separate", accept, each_time(_separate)))
 
 
-@register_op(fake_rows, autocast="keep")
+@register_op(fake_rows, autocast="keep", direct=True)
 def fp4_norm_linear(
     x_MK: Tensor,
     gain_K: Tensor,
@@ -80,5 +85,5 @@ def fp4_norm_linear(
         raise ConfigurationError(
             f"the norm's weight is {tuple(gain_K.shape)} {gain_K.dtype}, the input takes ({k},) {x_MK.dtype}"
         )
-    args = (gain_K, eps, (codes, block_scales, tensor_scale), bias, format, activation, n, k)
+    args = ((codes, block_scales, tensor_scale), bias, activation, gain_K, eps)
     return run_rows("fp4_norm_linear", NORM_LINEAR, x_MK, format, n, k, *args)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, linear, mma_plan
-from vblackwell.kernels.fp4.launch import Weight, run_mma
+from vblackwell.kernels.fp4.launch import Given, Product, prepare_mma
 from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, round_up, takes_bulk
-from vblackwell.kernels.runtime.registry import Backend, Request, capability, register_op
+from vblackwell.kernels.runtime.registry import Backend, Request, register_op
 
 MAX_ROWS = 16
 _WINDOW_BYTES = 2176
@@ -109,9 +109,8 @@ def _mma_reasons(request: Request) -> list[str]:
     return reasons
 
 
-def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    plan = plan_two_part(x_MK.shape[0], n, k, mma_plan.has_clusters(capability(x_MK.device)))
-    return run_mma(plan, x_MK, weight, linear.like(bias, x_MK), activation, n)
+def _mma(request: Request, given: Given) -> Product:
+    return prepare_mma(plan_two_part(request.m, request.n, request.k, mma_plan.has_clusters(request.capability)), given)
 
 
 LINEAR = (Backend("mma", _mma_reasons, _mma), *linear.BY_WHOLE_WEIGHT)
@@ -125,7 +124,7 @@ def _check(codes: Tensor, fine: Tensor, format: str) -> None:
         raise ConfigurationError(f"{found} next to coarse codes {tuple(codes.shape)} on {codes.device}")
 
 
-@register_op(linear.fake_gradient, autocast="keep")
+@register_op(linear.fake_gradient, autocast="keep", direct=True)
 def two_part_linear_dx(
     dy_MN: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> Tensor:
@@ -152,4 +151,4 @@ def two_part_linear(
     _check(codes, fine, format)
     linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)
-    return linear.run_rows("two_part_linear", LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)
+    return linear.run_rows("two_part_linear", LINEAR, x_MK, format, n, k, weight, bias, activation)

@@ -35,10 +35,6 @@ def _launcher(entry: str, source: torch.dtype, target: torch.dtype, arguments: i
     return Launcher(kernel(FILES, entry, macros(source, target), device), THREADS, shared_bytes, arguments)
 
 
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @functools.lru_cache(4096)  # a step rounds hundreds of weights
 def _rounding(
     n: int, k: int, stride: int, source: torch.dtype, target: torch.dtype, device: torch.device
@@ -61,17 +57,14 @@ def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: tor
     (n, k), (stride, step) = w_NK.shape, w_NK.stride()
     if step != 1 and k != 1:  # ``contiguous`` leaves a single column as it is
         return rounded(w_NK.contiguous(), block_scales, tensor_scale, dtype)
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return rounded(w_NK, block_scales, tensor_scale, dtype)
     out = torch.empty((n, k), dtype=dtype, device=device)
     if n and k:
-        launch, grid, whole = _rounding(n, k, stride, w_NK.dtype, dtype, device)
+        launcher, grid, whole = _rounding(n, k, stride, w_NK.dtype, dtype, device)
         source, target = w_NK.data_ptr(), out.data_ptr()
         if not source:  # the GPU would fault, and with it all that the process has there
             raise Unsupported(f"a {type(w_NK).__name__} of {(n, k)} has no memory to be rounded from")
         at = (source, block_scales.data_ptr(), tensor_scale.data_ptr(), target)
-        launch(grid, (*at, n, k, stride, int(whole and (source | target) % 16 == 0)), _stream(device))
+        launcher.queue(grid, (*at, n, k, stride, int(whole and (source | target) % 16 == 0)))
     return out
 
 
@@ -86,23 +79,20 @@ def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple
     w_NK = w_NK.detach()
     if w_NK.stride(1) != 1:
         w_NK = w_NK.contiguous()
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return renewed_scales(w_NK, kept, threshold)
     total = n * -(-k // 16)
     ctas = min(MAX_CTAS, -(-total // THREADS))
     block = torch.empty(n, -(-k // 16), dtype=torch.uint8, device=device)
     fp32 = functools.partial(torch.empty, dtype=torch.float32, device=device)
     tensor, drift, scratch = fp32(()), fp32(()), fp32(total + 3 * ctas)
     amax, old = scratch.data_ptr(), (0, 0) if kept is None else (kept.block.data_ptr(), kept.tensor.data_ptr())
-    partials, stream = amax + 4 * total, _stream(device)
+    partials = amax + 4 * total
     measure = _launcher("two_part_measure", w_NK.dtype, w_NK.dtype, 10, device)
     source, stride = w_NK.data_ptr(), w_NK.stride(0)
     whole = k % 16 == 0 and (source | stride * w_NK.itemsize) % 16 == 0  # blocks of 16 columns, and 16 bytes apart
-    measure((ctas, 1, 1), (source, *old, amax, partials, n, k, stride, int(whole), ctas), stream)
+    measure.queue((ctas, 1, 1), (source, *old, amax, partials, n, k, stride, int(whole), ctas))
     at = (amax, partials, *old, block.data_ptr(), tensor.data_ptr(), drift.data_ptr())
     renew = _launcher("two_part_renew", w_NK.dtype, w_NK.dtype, 10, device)
-    renew((-(-total // (4 * THREADS)), 1, 1), (*at, total, ctas, float_bits(threshold)), stream)
+    renew.queue((-(-total // (4 * THREADS)), 1, 1), (*at, total, ctas, float_bits(threshold)))
     return Scales(block, tensor), drift
 
 

@@ -16,8 +16,15 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import Weight, aligned, processors
-from vblackwell.kernels.fp4.linear import fp4_linear_dx, hopper_reasons, like, linear_reasons, packed_linear, run_rows
+from vblackwell.kernels.fp4.launch import Weight, aligned, like, processors
+from vblackwell.kernels.fp4.linear import (
+    each_time,
+    fp4_linear_dx,
+    hopper_reasons,
+    linear_reasons,
+    packed_linear,
+    run_rows,
+)
 from vblackwell.kernels.fp4.mma_plan import ceil_div
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.runtime import counters
@@ -219,14 +226,14 @@ def _fused_slower(request: Request) -> list[str]:
     return []
 
 
-def _fused(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
+def _fused(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
     x_MK, _ = aligned(x_MK)
-    plan = plan_w4a8(x_MK.shape[0], n, k, processors(x_MK.device))
-    return run_w4a8(plan, x_MK, weight, like(bias, x_MK), activation, n, k)
+    plan = plan_w4a8(request.m, request.n, request.k, processors(x_MK.device))
+    return run_w4a8(plan, x_MK, weight, like(bias, x_MK), activation, request.n, request.k)
 
 
-def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
-    q_MK, scale_M1, w_NK, scale_1N = run_prepare_e4m3(x_MK, weight, n, k)
+def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
+    q_MK, scale_M1, w_NK, scale_1N = run_prepare_e4m3(x_MK, weight, request.n, request.k)
     how = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
     z_MN = torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, **how)
     if bias is not None:
@@ -234,9 +241,9 @@ def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n
     return activate(z_MN, activation).to(x_MK.dtype)
 
 
-def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
+def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
     q_MK, scale_M1 = quantize_rows(x_MK)
-    w_NK = reference.dequantize(*weight[:3], format=FORMAT, n=n, k=k)
+    w_NK = reference.dequantize(*weight[:3], format=FORMAT, n=request.n, k=request.k)
     return reference.linear(q_MK.to(torch.float32) * scale_M1, w_NK, bias, activation).to(x_MK.dtype)
 
 
@@ -246,9 +253,9 @@ def _reference_reasons(request: Request) -> list[str]:
 
 
 W4A8 = (
-    Backend("fused", _fused_reasons, _fused, slower=_fused_slower),
-    Backend("fp8", _fp8_reasons, _whole),
-    Backend("reference", _reference_reasons, _reference),
+    Backend("fused", _fused_reasons, each_time(_fused), slower=_fused_slower),
+    Backend("fp8", _fp8_reasons, each_time(_whole)),
+    Backend("reference", _reference_reasons, each_time(_reference)),
 )
 
 
@@ -274,4 +281,4 @@ def fp4_linear_w4a8(
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
     weight = (codes, block_scales, tensor_scale, row_top)
-    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, weight, bias, activation, n, k)
+    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, weight, bias, activation)

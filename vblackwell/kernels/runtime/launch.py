@@ -1,5 +1,6 @@
 """Kernels loaded and launched through the CUDA driver. `Launcher` queues one by addresses, for about 2 us of the host:
-it checks nothing and keeps no memory alive. `Kernel.launch` takes tensors, looks up the stream, and ends in one.
+it checks nothing and keeps no memory alive. `Launcher.queue` finds the stream; `Kernel.launch` takes tensors. All that
+follows from shapes alone (grid, macros, numbers) its callers keep with a launcher, because making it costs more.
 
 A kernel may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Ours load
 their weights before they wait for it (`wait_for_previous` in cuda/ptx.cuh): nobody writes weights but a packing, or a
@@ -112,6 +113,11 @@ class Launch(ctypes.Structure):
     ]
 
 
+def raw_stream(device_index: int) -> int:
+    """The address of the stream that is current on a GPU."""
+    return torch._C._cuda_getCurrentRawStream(device_index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 Grid = tuple[int, int, int]
 Argument = Tensor | int | float | None
 _OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
@@ -144,16 +150,18 @@ class Kernel:
     ) -> None:
         """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits;
         ``weight`` are those of ``args`` that the kernel reads before it waits for the one ahead of it."""
-        key = (threads, shared_bytes, len(args))
-        if (launcher := self._launchers.get(key)) is None:
-            launcher = self._launchers[key] = Launcher(self, *key)
         values = [
             arg.data_ptr() if isinstance(arg, Tensor) else float_bits(arg) if isinstance(arg, float) else arg or 0
             for arg in args
         ]
-        with torch.cuda.device(self.device):
-            overlap = not weight or not self.overlaps or may_overlap(weight)
-            launcher(grid, values, torch.cuda.current_stream(self.device).cuda_stream, overlap)
+        self.launcher(threads, shared_bytes, len(args)).queue(grid, values, weight)
+
+    def launcher(self, threads: int, shared_bytes: int, num_parameters: int) -> "Launcher":
+        """The kernel with a block, which is made once."""
+        key = (threads, shared_bytes, num_parameters)
+        if (found := self._launchers.get(key)) is None:
+            found = self._launchers[key] = Launcher(self, *key)
+        return found
 
 
 def float_bits(value: float) -> int:
@@ -175,14 +183,27 @@ class Launcher:
         first = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * num_parameters)(*(first + 8 * index for index in range(num_parameters)))
         self._launch = Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, _OVERLAP, 0)
+        self._at = (ctypes.addressof(self._launch), kernel.function, ctypes.addressof(self._parameters), None)
+        self._grid: Grid | None = None
         self._lock = threading.Lock()
+
+    def queue(self, grid: Grid, values: Sequence[int], weight: Sequence[Tensor] = ()) -> None:
+        """Queue ``values`` on the current stream of the kernel's GPU, whichever is the current one; ``weight`` as for
+        `Kernel.launch`."""
+        kernel, device = self.kernel, self.kernel.device
+        if torch._C._cuda_getDevice() != device.index:  # pyright: ignore[reportAttributeAccessIssue]
+            with torch.cuda.device(device):
+                return self.queue(grid, values, weight)
+        overlap = not weight or not kernel.overlaps or may_overlap(weight)
+        return self(grid, values, raw_stream(device.index), overlap)
 
     def __call__(self, grid: Grid, values: Sequence[int], stream: int, overlap: bool = True) -> None:
         """Queue ``values`` (addresses, 32-bit integers) on ``stream``; it may ``overlap`` the kernel ahead of it."""
         launch, kernel = self._launch, self.kernel
         with self._lock:
             self._values[:] = values
-            launch.grid[:] = grid
+            if grid is not self._grid:
+                launch.grid[:] = self._grid = grid
             launch.stream = stream
             launch.count = overlap and kernel.overlaps
             result = self._queue()
@@ -192,8 +213,7 @@ class Launcher:
             check_driver(result, f"launching {kernel.name} on a grid of {grid}")
 
     def _queue(self) -> int:
-        at = ctypes.addressof
-        return driver().cuLaunchKernelEx(at(self._launch), self.kernel.function, at(self._parameters), None)
+        return driver().cuLaunchKernelEx(*self._at)
 
 
 _kernels: dict[tuple[tuple[str, ...], str, tuple[tuple[str, int], ...], torch.device], Kernel] = {}
@@ -210,24 +230,18 @@ def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: t
     return found
 
 
-# By the first tensor's id and how many there are: the tensors of a weight, each with the address and the version at
-# which a launch has read it.
-_read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
+# By the ids of a weight's tensors: the address and version of each at which a launch has read it, and references that
+# end the entry before another tensor can have one of the ids.
+_read: dict[tuple[int, ...], tuple[list[tuple[int, int]], list[weakref.ref[Tensor]]]] = {}
 
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
     """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may. Never
     for tensors made under ``inference_mode``, which do not tell whether they were written."""
-    key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
-    known = _read.get(key)
-    if known is not None:
-        for (ref, address, version), tensor in zip(known, weight, strict=True):
-            if ref() is not tensor or tensor.data_ptr() != address or tensor._version != version:
-                break
-        else:
-            return True
+    key = tuple(map(id, weight))
+    if (known := _read.get(key)) is not None and known[0] == [(each.data_ptr(), each._version) for each in weight]:
+        return True
     if not torch.cuda.is_current_stream_capturing() and not any(tensor.is_inference() for tensor in weight):
-        found = [(weakref.ref(tensor), tensor.data_ptr(), tensor._version) for tensor in weight]
-        first = weakref.ref(weight[0], lambda _: _read.pop(key, None))  # before another tensor can have its id
-        _read[key] = [(first, *found[0][1:]), *found[1:]]
+        references = [weakref.ref(tensor, lambda _: _read.pop(key, None)) for tensor in weight]
+        _read[key] = [(tensor.data_ptr(), tensor._version) for tensor in weight], references
     return False

@@ -9,15 +9,17 @@ everywhere else, the plain expression with autograd's own backward, so that a mo
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -27,11 +29,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LONGEST_ROW = 1 << 16  # fp32 values of a row are held in registers by one block: a quarter of a multiprocessor's
 AnyRequest = TypeVar("AnyRequest")
 Run = TypeVar("Run", bound=Callable[..., Any])
+# By name here, because every call of an op asks them, and each attribute on the way costs.
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_jit_trace = torch._C._get_tracing_state
+_profiles = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+_any_autocast = torch._C._is_any_autocast_enabled
+_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_NO_GUARD = nullcontext()  # of the device that is current: to enter one costs more than a launch
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What the backends of a product or of a row-wise op may look at; ``device`` and ``dtype`` of the activations."""
 
     device: torch.device
@@ -47,7 +55,7 @@ def accept(request: Any) -> list[str]:
     return []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend(Generic[AnyRequest, Run]):
     """One way to run an op."""
 
@@ -79,7 +87,7 @@ def choose(
         Unsupported: the backend asked for refuses, or all do, with every reason.
     """
     if name is None and not is_compiling():
-        name = _CHOSEN.get().get(op)
+        name = asked_for(op)
     if name is None:
         for backend in table:
             if backend.accepts(request) and not backend.slower(request):
@@ -107,6 +115,11 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         yield
     finally:
         _CHOSEN.reset(token)
+
+
+def asked_for(op: str) -> str | None:
+    """The backend of ``op`` that `use_backend` names, if one does."""
+    return _CHOSEN.get().get(op)
 
 
 @functools.lru_cache
@@ -146,14 +159,12 @@ def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[s
 
 def computes_at_once() -> bool:
     """Whether nothing traces or transforms (torch.func), which must see ops and knows the rules of those alone."""
-    if is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+    return not (is_compiling() or _dispatch_modes() or _jit_trace() is not None or _transform() is not None)
 
 
 def differentiating_forward() -> bool:
     """Whether forward-mode differentiation is on: what no rule covers gets no tangent, which reads as a zero one."""
-    return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
+    return forward_ad._current_level >= 0  # noqa: SLF001
 
 
 def refuse_forward_mode(op: str) -> None:
@@ -186,7 +197,8 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Inside, launches go to the GPU that holds ``x``: Triton takes the current one, whatever its arguments are on."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+    elsewhere = x.is_cuda and torch.cuda.current_device() != x.device.index
+    return torch.cuda.device(x.device) if elsewhere else _NO_GUARD
 
 
 # Under autocast an op's input is cast to its dtype, nothing else is, and inside there is no autocast. torch's own
@@ -198,18 +210,90 @@ _KEYS = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(_KEYS[0]) | torch._C.DispatchKeySet(_KEYS[1])
 
 
+def _under_autocast(call: Callable[..., Any], cast: bool, x: Tensor, *rest: Any) -> Any:
+    if cast and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        return call(x, *rest)
+
+
+class _PlainClasses(dict[type, bool]):
+    """Whether torch has no rule for arguments of a class, as for DTensors, fake tensors and symbolic numbers."""
+
+    def __missing__(self, kind: type) -> bool:
+        plain = kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
+        if not plain and issubclass(kind, Tensor):
+            rules = ("__torch_function__", "__torch_dispatch__")
+            plain = all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
+        return self.setdefault(kind, plain)
+
+
+_is_plain = _PlainClasses().__getitem__  # a function of C: each call asks for ten classes
+
+
+def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast: str | None) -> Callable[..., Any]:
+    """A function that gives what ``op`` gives: by ``run``, with one node of ``save`` and ``backward`` for autograd,
+    where nothing but autograd and autocast has to do with the call (an op costs the host 27 us, with gradients 95)."""
+    overload, signature = op._opoverload, inspect.signature(run)
+    types = [str(each.type) for each in overload._schema.arguments]
+    assert types[0] == "Tensor" and not any("List" in each for each in types), "autograd sees no tensors in lists"
+    tensors = [place for place, each in enumerate(types) if "Tensor" in each]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = run(*args)
+        save(ctx, args, output)
+        return output
+
+    rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    # Of an op without a derivative the op itself, whose own error a second backward gets. `Function.apply` would ask
+    # once more whether there are transforms.
+    function: Any = torch.autograd.Function
+    node: Any = overload if backward is None else super(function, type(run.__name__, (function,), rules)).apply
+
+    @functools.wraps(run)
+    def call(*args: Any, **named: Any) -> Any:
+        if is_compiling():
+            return overload(*args, **named)
+        if named or len(args) != len(types):
+            bound = signature.bind(*args, **named)
+            bound.apply_defaults()
+            args = bound.args
+        # What others see: modes, traces, transforms, profilers.
+        if _dispatch_modes() or _jit_trace() is not None or _transform() is not None:
+            return overload(*args)
+        if _function_modes() or _profiles() or forward_ad._current_level >= 0:  # noqa: SLF001
+            return overload(*args)
+        # What is not what it seems: classes with rules, tensors without memory, or ones that torch writes out first.
+        if not all(map(_is_plain, map(type, args))):
+            return overload(*args)
+        compute = run
+        for place in tensors:
+            if (tensor := args[place]) is not None:
+                if tensor.is_meta or tensor.is_neg():
+                    return overload(*args)
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    compute = node
+        if autocast is not None and _any_autocast() and torch.is_autocast_enabled(args[0].device.type):
+            return _under_autocast(compute, autocast == "cast", *args)
+        return compute(*args)
+
+    return call
+
+
 def register_op(
     fake: Callable[..., Any],
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     autocast: Literal["cast", "keep"] | None = None,
+    direct: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make the decorated function the op ``vblackwell::<its name>``, without underscores in front, which mutates
     nothing; without ``backward`` and ``save`` (torch.library.register_autograd) it has no derivative.
 
     ``autocast``: the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype ('cast') or taken as it
-    is given, as in a backward ('keep'); None: no rule.
+    is given, as in a backward ('keep'); None: no rule. ``direct``: give back a function that calls the decorated one
+    itself where nothing has to see an op; of single tensors, the first argument one. Else, the op.
     """
 
     def register(run: Callable[..., Any]) -> Any:
@@ -218,17 +302,11 @@ def register_op(
         op.register_fake(fake)
         if backward is not None:
             op.register_autograd(backward, setup_context=save)
-        overload = op._opoverload
-
-        def kernel(x: Tensor, *rest: Any) -> Any:
-            if autocast == "cast" and x.is_floating_point() and x.dtype != torch.float64:
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-                return overload(x, *rest)
-
-        for key in _KEYS if autocast is not None else ():
-            _LIBRARY.impl(op._name, kernel, key.name)
-        return op
+        if autocast is not None:
+            kernel = functools.partial(_under_autocast, op._opoverload, autocast == "cast")
+            for key in _KEYS:
+                _LIBRARY.impl(op._name, kernel, key.name)
+        return _direct(op, run, save, backward, autocast) if direct else op
 
     return register
 

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -86,20 +86,23 @@ class FusedFP4Linear(PackableLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
-        if self.weight is None and self.w4a8:
-            placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
-            return fp4_linear_w4a8(x, *placed, self.bias, self.activation, self.out_features, self.in_features)
-        if self.weight is None:
-            return fp4_linear(x, *self.placed_arguments())
+        if self._parameters.get("weight", x) is None:  # attributes of a module cost a search each
+            return fp4_linear(x, *self.placed_arguments()) if not self.w4a8 else self._by_w4a8(x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weight = fp4_round_trip(self.weight, self.form.name, x.dtype) if self.use_fp4 else self.weight
+        weight = cast(Tensor, self.weight)
+        weight = fp4_round_trip(weight, self.form.name, x.dtype) if self.use_fp4 else weight
         return activate(functional.linear(x, weight, self.bias), self.activation)
 
     def placed_arguments(self) -> tuple[Any, ...]:
         """What `fp4_linear` takes after ``x``, of a packed layer."""
-        placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.bias, self.layout)
-        return (*placed, self.activation, self.out_features, self.in_features)
+        held = self._buffers
+        placed = (held["weight_codes"], held["weight_scales"], held["weight_tensor_scale"])
+        return (*placed, self.bias, self.layout, self.activation, self.out_features, self.in_features)
+
+    def _by_w4a8(self, x: Tensor) -> Tensor:
+        placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
+        return fp4_linear_w4a8(x, *placed, self.bias, self.activation, self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         state = f"packed={self.layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"

@@ -127,7 +127,8 @@ class PackedLinear(nn.Module):
         self.layout, self.dtype = form.name, torch.float32
 
     def placed(self) -> PlacedWeight:
-        return PlacedWeight(self.layout, *(getattr(self, name) for name in (*PARTS, FINE)))
+        held = self._buffers  # attributes of a module cost a search each
+        return PlacedWeight(self.layout, *[cast(Tensor, held[name]) for name in (*PARTS, FINE)])
 
     def canonical(self, placed: PlacedWeight, dtype: torch.dtype) -> PackedTensor:
         """The weight in the layout of files again, as one of ``dtype``."""
