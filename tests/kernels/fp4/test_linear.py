@@ -49,7 +49,7 @@ def test_opcheck(activation):
     """Schema, fake tensor, autograd registration and AOT dispatch, as torch.library checks them."""
     x, bias = torch.randn(3, K, requires_grad=True), torch.randn(N, requires_grad=True)
     args = (x, *packed("nvfp4-tiled"), bias, "nvfp4-tiled", activation, N, K)
-    torch.library.opcheck(fp4_linear, args)
+    torch.library.opcheck(torch.ops.vblackwell.fp4_linear, args)
 
 
 def test_compiles_as_one_graph():

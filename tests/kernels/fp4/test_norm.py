@@ -34,7 +34,7 @@ def test_it_is_the_linear_of_the_norm(dtype):
 
 def test_opcheck_autocast_and_one_graph():
     x, gain, tiled, bias = case()
-    torch.library.opcheck(fp4_norm_linear, (x, gain, EPS, *tiled, bias, *REST))
+    torch.library.opcheck(torch.ops.vblackwell.fp4_norm_linear, (x, gain, EPS, *tiled, bias, *REST))
     expected = fp4_norm_linear(x, gain, EPS, *tiled, bias, *REST)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(fp4_norm_linear(x, gain, EPS, *tiled, bias, *REST), expected), "norms are not cast"

@@ -66,7 +66,7 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
                 dbias = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
             return dx, *(None for _ in weight), dbias, *(None for _ in ctx.static)
 
-        op = register_op(fake_rows, save=save, backward=backward, autocast="cast")(run)
+        op = register_op(fake_rows, save=save, backward=backward, autocast="cast", direct=True)(run)
         return op
 
     return register
@@ -178,7 +178,7 @@ BY_WHOLE_WEIGHT = (Backend("dequantize", registry.cuda_reasons, _whole), Backend
 LINEAR = (Backend("mma", _mma_reasons, _mma), Backend("wgmma", _wgmma_reasons, _wgmma), *BY_WHOLE_WEIGHT)
 
 
-@register_op(fake_gradient, autocast="keep")
+@register_op(fake_gradient, autocast="keep", direct=True)
 def fp4_linear_dx(
     dy_MN: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> Tensor:

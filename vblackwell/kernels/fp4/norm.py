@@ -59,7 +59,7 @@ def _separate(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # typ
 NORM_LINEAR = (Backend("mma", _mma_reasons, _mma, slower=_slower), Backend("separate", accept, _separate))
 
 
-@register_op(fake_rows, autocast="keep")
+@register_op(fake_rows, autocast="keep", direct=True)
 def fp4_norm_linear(
     x_MK: Tensor,
     gain_K: Tensor,

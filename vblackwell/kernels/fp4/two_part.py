@@ -125,7 +125,7 @@ def _check(codes: Tensor, fine: Tensor, format: str) -> None:
         raise ConfigurationError(f"{found} next to coarse codes {tuple(codes.shape)} on {codes.device}")
 
 
-@register_op(linear.fake_gradient, autocast="keep")
+@register_op(linear.fake_gradient, autocast="keep", direct=True)
 def two_part_linear_dx(
     dy_MN: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> Tensor:

@@ -9,6 +9,7 @@ everywhere else, the plain expression with autograd's own backward, so that a mo
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -27,6 +29,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LONGEST_ROW = 1 << 16  # fp32 values of a row are held in registers by one block: a quarter of a multiprocessor's
 AnyRequest = TypeVar("AnyRequest")
 Run = TypeVar("Run", bound=Callable[..., Any])
+# By name here, because every call of an op asks them, and each attribute on the way costs.
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_jit_trace = torch._C._get_tracing_state
+_profiles = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
 
 
@@ -146,14 +153,12 @@ def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[s
 
 def computes_at_once() -> bool:
     """Whether nothing traces or transforms (torch.func), which must see ops and knows the rules of those alone."""
-    if is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+    return not (is_compiling() or _dispatch_modes() or _jit_trace() is not None or _transform() is not None)
 
 
 def differentiating_forward() -> bool:
     """Whether forward-mode differentiation is on: what no rule covers gets no tangent, which reads as a zero one."""
-    return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
+    return forward_ad._current_level >= 0  # noqa: SLF001
 
 
 def refuse_forward_mode(op: str) -> None:
@@ -198,18 +203,81 @@ _KEYS = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(_KEYS[0]) | torch._C.DispatchKeySet(_KEYS[1])
 
 
+def _under_autocast(call: Callable[..., Any], cast: bool, x: Tensor, *rest: Any) -> Any:
+    if cast and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        return call(x, *rest)
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    """Whether torch has no rule for arguments of this class, as for DTensors, fake tensors and symbolic numbers."""
+    if kind is Tensor or not issubclass(kind, Tensor):
+        return kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
+    rules = ("__torch_function__", "__torch_dispatch__")
+    return all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
+
+
+def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast: str | None) -> Callable[..., Any]:
+    """A function that gives what ``op`` gives: by ``run``, with one node of ``save`` and ``backward`` for autograd,
+    where nothing but autograd and autocast has to do with the call (an op costs the host 27 us, with gradients 95)."""
+    overload, signature = op._opoverload, inspect.signature(run)
+    types = [str(each.type) for each in overload._schema.arguments]
+    assert types[0] == "Tensor" and not any("List" in each for each in types), "autograd sees no tensors in lists"
+    tensors = [place for place, each in enumerate(types) if "Tensor" in each]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = run(*args)
+        save(ctx, args, output)
+        return output
+
+    rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    # Without gradients it is the op, whose own error a second backward gets.
+    node: Any = overload if backward is None else type(run.__name__, (torch.autograd.Function,), rules).apply
+
+    @functools.wraps(run)
+    def call(*args: Any, **named: Any) -> Any:
+        if is_compiling():
+            return overload(*args, **named)
+        if named or len(args) != len(types):
+            bound = signature.bind(*args, **named)
+            bound.apply_defaults()
+            args = bound.args
+        # What others see: modes, traces, transforms, profilers.
+        if not computes_at_once() or _function_modes() or _profiles() or differentiating_forward():
+            return overload(*args)
+        # What is not what it seems: classes with rules, tensors without memory, or ones that torch writes out first.
+        if not all(map(_is_plain, map(type, args))):
+            return overload(*args)
+        compute = run
+        for place in tensors:
+            if (tensor := args[place]) is not None:
+                if tensor.is_meta or tensor.is_neg():
+                    return overload(*args)
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    compute = node
+        if autocast is not None and torch.is_autocast_enabled(args[0].device.type):
+            return _under_autocast(compute, autocast == "cast", *args)
+        return compute(*args)
+
+    return call
+
+
 def register_op(
     fake: Callable[..., Any],
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     autocast: Literal["cast", "keep"] | None = None,
+    direct: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make the decorated function the op ``vblackwell::<its name>``, without underscores in front, which mutates
     nothing; without ``backward`` and ``save`` (torch.library.register_autograd) it has no derivative.
 
     ``autocast``: the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype ('cast') or taken as it
-    is given, as in a backward ('keep'); None: no rule.
+    is given, as in a backward ('keep'); None: no rule. ``direct``: give back a function that calls the decorated one
+    itself where nothing has to see an op; of single tensors, the first argument one. Else, the op.
     """
 
     def register(run: Callable[..., Any]) -> Any:
@@ -218,17 +286,11 @@ def register_op(
         op.register_fake(fake)
         if backward is not None:
             op.register_autograd(backward, setup_context=save)
-        overload = op._opoverload
-
-        def kernel(x: Tensor, *rest: Any) -> Any:
-            if autocast == "cast" and x.is_floating_point() and x.dtype != torch.float64:
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-                return overload(x, *rest)
-
-        for key in _KEYS if autocast is not None else ():
-            _LIBRARY.impl(op._name, kernel, key.name)
-        return op
+        if autocast is not None:
+            kernel = functools.partial(_under_autocast, op._opoverload, autocast == "cast")
+            for key in _KEYS:
+                _LIBRARY.impl(op._name, kernel, key.name)
+        return _direct(op, run, save, backward, autocast) if direct else op
 
     return register
 
