@@ -86,7 +86,7 @@ def choose(
         Unsupported: the backend asked for refuses, or all do, with every reason.
     """
     if name is None and not is_compiling():
-        name = _CHOSEN.get().get(op)
+        name = chosen(op)
     if name is None:
         for backend in table:
             if backend.accepts(request) and not backend.slower(request):
@@ -104,6 +104,11 @@ def choose(
 def explain(table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest) -> dict[str, list[str]]:
     """Each backend's reasons against ``request``, in order of preference."""
     return {backend.name: [*backend.refusals(request), *backend.slower(request)] for backend in table}
+
+
+def chosen(op: str) -> str | None:
+    """The backend of ``op`` that `use_backend` says."""
+    return _CHOSEN.get().get(op)
 
 
 @contextlib.contextmanager
