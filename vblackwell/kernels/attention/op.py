@@ -229,7 +229,8 @@ def _attention(
     refuse_forward_mode("attention")
     starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
+        numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+        options = Options(mask, slopes_N, seed, *starts, *numbers)
         return forward(q, k, v, options)
 
 
@@ -259,5 +260,6 @@ def _attention_backward(
 
     starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
+        numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+        options = Options(mask, slopes_N, seed, *starts, *numbers)
         return backward(dout, q, k, v, out, lse, options)

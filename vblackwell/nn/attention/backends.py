@@ -30,7 +30,7 @@ HALF = (torch.bfloat16, torch.float16)
 # Operations of a forward, by whether there is a mask, or bounds that PyTorch needs one for, and whether it is captured,
 # under which launches decide: 100 us of the host, or 10 us of a graph's small kernels, are what the faster of two
 # kernels saves at 580 TFLOP/s against 127 with masks, or against 500 without, on an H200 (docs/journal/attention.md).
-SMALL = {(False, False): 1 << 37, (False, True): 0, (True, False): 1 << 34, (True, True): 1 << 30}
+SMALL = {(False, False): 1 << 36, (False, True): 0, (True, False): 1 << 34, (True, True): 1 << 30}
 MAX_BOUNDED_SCORES = 1 << 22  # of bounds that become a mask: 8 MB
 # By name here, because every call asks them, and each attribute on the way costs.
 _function_modes, _grad_enabled = torch._C._len_torch_function_stack, torch.is_grad_enabled
