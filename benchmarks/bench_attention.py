@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.lib.kernels.attention_report import TIMES, Rows, goals, ratios, runnable
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
@@ -240,6 +242,62 @@ def head_error(leaves: list[Tensor], variant: Variant) -> float:
     return ((runner("triton", leaves, variant)()[-1:, -1:].double() - exact).norm() / exact.norm()).item()
 
 
+def host_us(call: Callable[[], object]) -> float:
+    """us of the host, least of 1,000 calls; the GPU is idle when one begins."""
+    found = []
+    for _ in range(1000):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        found.append(time.perf_counter_ns() - start)
+    return min(found) / 1000
+
+
+def host_table() -> list[str]:
+    """The host's time of an eager call, of the dispatcher and of PyTorch's own choice, which is given the mask that it
+    needs: a forward for inference, one with gradients, and that with its backward."""
+    seen = torch.rand(63, 257, device="cuda") > 0.5
+    seen[:, 0] = True
+    band = torch.ones(512, 512, device="cuda", dtype=torch.bool).tril().triu(-63)
+    found: dict[str, tuple[tuple[int, int, int, int], Variant, Tensor | None]] = {
+        "plain": ((16, 16, 512, 512), Variant(), None),
+        "causal": ((16, 16, 512, 512), Variant(causal=True), None),
+        "grouped causal": ((32, 8, 512, 512), Variant(causal=True), None),
+        "one query": ((32, 8, 1, 512), Variant(), None),
+        "boolean 63 x 257": ((16, 16, 63, 257), Variant(seen), seen),
+        "additive 63 x 257": ((16, 16, 63, 257), Variant(seen.bfloat16()), seen.bfloat16()),
+        "grouped boolean": ((32, 8, 63, 257), Variant(seen), seen),
+        "window 64": ((16, 16, 512, 512), Variant(causal=True, window=64), band),
+        "window 64, own kernel": ((16, 16, 512, 512), Variant(causal=True, window=64), band),
+        "boolean, own kernel": ((16, 16, 63, 257), Variant(seen), seen),
+    }
+    lines = [
+        "| host us: ours / PyTorch's choice | chosen | inference | with gradients | and backward |",
+        "|---" * 5 + "|",
+    ]
+    for name, ((heads, kv_heads, queries, keys), variant, mask) in found.items():
+        shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+        leaves = [torch.randn(2, m, n, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for n, m in shapes]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        backend, grouped = "triton" if "own" in name else "auto", {"enable_gqa": heads != kv_heads}
+        causal, dout = variant.causal and mask is None, torch.randn_like(leaves[0])
+        runs: list[Callable[[], Tensor]] = [
+            lambda leaves=leaves, how=variant, backend=backend: dispatcher.attention(*leaves, how, backend)[0],
+            lambda leaves=leaves, mask=mask, causal=causal, grouped=grouped: functional.scaled_dot_product_attention(
+                *leaves, mask, is_causal=causal, **grouped
+            ),
+        ]
+        cells = []
+        with torch.no_grad():
+            chosen = dispatcher.attention(*leaves, variant, backend)[1]
+            cells.append(" / ".join(f"{host_us(run):.1f}" for run in runs))
+        cells.append(" / ".join(f"{host_us(run):.1f}" for run in runs))
+        steps = [lambda run=run, leaves=leaves, dout=dout: torch.autograd.grad(run(), leaves, dout) for run in runs]
+        cells.append(" / ".join(f"{host_us(step):.1f}" for step in steps))
+        lines.append(f"| {name} | {chosen} | {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
@@ -253,9 +311,13 @@ def main() -> None:
     )
     add("--table", type=Path, help="JSON file of times for the dispatcher, to ship in vblackwell/kernels/tuned")
     add("--out", type=Path, help="CSV to append to")
+    add("--host", action="store_true", help="the host's time of an eager call alone")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     tell(f"{torch.cuda.get_device_name()} {torch.__version__}")
+    if arguments.host:
+        print("\n".join(host_table()))
+        return
     wanted = {name: case for name, case in cases(arguments.quick).items() if arguments.only in name}
     rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table, arguments.tune)
     lines = [*ratios(rows), "", *goals(rows), memory_line()]

@@ -21,6 +21,7 @@ from vblackwell.kernels.attention.reference import visible_ST
 from vblackwell.kernels.runtime import tuning
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention import backends as dispatcher
+from vblackwell.nn.attention import operators
 from vblackwell.nn.attention.backends import BACKENDS, Variant, attention
 
 ON_GPU = pytest.mark.gpu
@@ -73,7 +74,7 @@ def masks(queries, keys, device="cpu"):
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_bounds_become_what_efficient_reads(keys, options, bottom_right):
     left, right = bounds(options.get("causal", False), options.get("window"))
-    got = dispatcher._bounds_bias(torch.empty(1, 1, 9, 4), keys, left, right, keys - 9 if bottom_right else 0)
+    got = operators._bounds_bias(torch.empty(1, 1, 9, 4), keys, left, right, keys - 9 if bottom_right else 0)
     seen = visible_ST(9, keys, left, right, bottom_right, torch.device("cpu"))
     assert seen is not None and torch.equal(got, torch.zeros(9, keys).masked_fill(~seen, -torch.inf))
     assert got.stride(0) % 16 == 0
@@ -126,7 +127,7 @@ def test_a_mask_becomes_what_efficient_reads(shape, dtype):
     whole = mask.expand(2, 4, queries, keys)
     wanted = torch.zeros_like(whole, dtype=q.dtype).masked_fill(~whole, -torch.inf) if dtype == torch.bool else whole
     with poisoned():
-        bias = dispatcher._bias(mask, q, keys)
+        bias = operators._bias(mask, q, keys)
     assert torch.equal(bias.expand(whole.shape), wanted.to(q.dtype)) and bias.dtype == q.dtype
     assert bias.stride(3) == 1 and not any(step % 16 for step in bias.stride()[:3])
     assert not torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).isnan().any()  # what pads a row is read
@@ -134,9 +135,9 @@ def test_a_mask_becomes_what_efficient_reads(shape, dtype):
 
 def test_a_mask_that_is_as_it_should_be_is_read_as_it_is():
     q, mask = torch.empty(2, 4, 7, 8), torch.randn(7, 32)
-    assert dispatcher._bias(mask, q, 32).data_ptr() == mask.data_ptr()
+    assert operators._bias(mask, q, 32).data_ptr() == mask.data_ptr()
     flat = torch.randn(7 * 32 + 1)
-    assert dispatcher._bias(flat[1:].view(7, 32), q, 32).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
+    assert operators._bias(flat[1:].view(7, 32), q, 32).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
 
 
 def test_every_field_that_matters_makes_another_key():
@@ -327,7 +328,8 @@ def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
     tensors = qkv(4, kv_heads, 9, 12)
     how = Variant(masks(9, 12).get(kind), **options, scale=0.3)
     request = dispatcher.request_of(*tensors, how)
-    run = dispatcher._operator("efficient", request, how._replace(mask=None))
+    run = operators.operator("efficient", request, how._replace(mask=None))
+    assert run is not None
     torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))
 
 
@@ -435,12 +437,11 @@ def test_strides_that_pytorch_refuses_run_elsewhere():
 
 @ON_GPU
 def test_a_captured_call_is_a_call_of_its_own():
-    """At 4 GFLOP the host's launches decide outside a graph, the kernels inside."""
+    """At 4 GFLOP the host's launches decide outside a graph, the kernels inside, which are first loaded there."""
     q, k, v = qkv(16, 16, 512, 512, 128, "cuda", torch.bfloat16)
     how = Variant(masks(512, 512, "cuda")["boolean"])
     with torch.no_grad():
         eager, name = attention(q, k, v, how)
-        attention(q, k, v, how, "triton")  # compiled before the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured, other = attention(q, k, v, how)

@@ -210,11 +210,10 @@ class _Call:
         self, by_column: bool, plan: AttentionPlan, tiled: Any, outputs: Any, lse: Tensor, mask: Tensor | None
     ) -> _Launch:
         options = self.options
-        if by_column:
-            grid, even = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), False
-        else:
-            grid = (triton.cdiv(options.max_q, plan.rows), self.num_heads)
-            even = not self.varlen and options.max_k % plan.columns == 0
+        even = not by_column and not self.varlen and options.max_k % plan.columns == 0
+        length, tile, heads = (
+            (options.max_k, plan.columns, self.kv_heads) if by_column else (options.max_q, plan.rows, self.num_heads)
+        )
         tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
         strides = [
             (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
@@ -227,7 +226,7 @@ class _Call:
         # Addresses of single rows take the registers that descriptors do not.
         return _Launch(
             tma,
-            (*grid, self.batch),
+            (-(-length // tile), heads, self.batch),
             tuple(strides),
             (0, lse.stride(0)) if self.varlen else lse.stride()[:2],
             (0, 0, 0, 0) if mask is None else mask_strides(mask),

@@ -2,9 +2,13 @@
 of the host with as many numbers as attention's kernels take, as much as the rest of a launch.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from vblackwell.kernels.runtime.launch import outside_capture
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 MAX_KEYS = 4096  # lengths may be others in every call
@@ -24,7 +28,10 @@ def queue(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], argumen
     if (compiled := _compiled.get((kernel, key))) is not None:
         compiled[grid](*arguments)
         return
-    compiled = kernel[grid](*arguments, **options)
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    # To load it, which nobody may have done before: a call may choose another backend in a graph than outside.
+    with outside_capture(torch.device("cuda"), "loading a Triton kernel") if capturing else nullcontext():
+        compiled = kernel[grid](*arguments, **options)
     if compiled is not None:  # the interpreter compiles nothing
         if len(_compiled) >= MAX_KEYS:
             _compiled.clear()
