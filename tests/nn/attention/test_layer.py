@@ -157,7 +157,11 @@ H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
         ({"head": 256}, "triton"),  # PyTorch was not asked
         ({"head": 256, "refused": ()}, "cudnn"),
         ({"head": 256, "refused": ("cudnn",)}, "triton"),
-        ({"head": 256, "refused": (), "gradient": True}, "triton"),
+        ({"head": 256, "refused": (), "gradient": True}, "cudnn"),
+        ({"queries": 64, "keys": 64, "refused": ("cudnn",)}, "flash"),
+        ({"queries": 64, "keys": 64, "refused": ("cudnn",), "captured": True}, "triton"),
+        ({"queries": 64, "keys": 64, "refused": (), "deterministic": True}, "triton"),
+        ({"queries": 64, "keys": 64, "refused": (), "softcap": True}, "triton"),
         ({"refused": ("cudnn", "flash")}, "triton"),
         ({"queries": 1}, "flash"),
         ({"dtype": torch.float64}, "math"),

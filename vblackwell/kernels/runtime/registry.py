@@ -86,7 +86,7 @@ def choose(
         Unsupported: the backend asked for refuses, or all do, with every reason.
     """
     if name is None and not is_compiling():
-        name = chosen(op)
+        name = asked_for(op)
     if name is None:
         for backend in table:
             if backend.accepts(request) and not backend.slower(request):
@@ -106,11 +106,6 @@ def explain(table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest) -> d
     return {backend.name: [*backend.refusals(request), *backend.slower(request)] for backend in table}
 
 
-def chosen(op: str) -> str | None:
-    """The backend of ``op`` that `use_backend` says."""
-    return _CHOSEN.get().get(op)
-
-
 @contextlib.contextmanager
 def use_backend(op: str, name: str) -> Iterator[None]:
     """Inside, ``op`` runs on backend ``name`` or raises. For measurements and tests."""
@@ -119,6 +114,11 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         yield
     finally:
         _CHOSEN.reset(token)
+
+
+def asked_for(op: str) -> str | None:
+    """The backend of ``op`` that `use_backend` names, if one does."""
+    return _CHOSEN.get().get(op)
 
 
 @functools.lru_cache

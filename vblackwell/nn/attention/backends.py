@@ -79,8 +79,8 @@ def _torch_reasons(r: AttentionRequest, name: str, dtypes: tuple[torch.dtype, ..
 
 
 def _cudnn_reasons(r: AttentionRequest) -> Iterator[str]:
-    # Hopper's forward takes wider heads where this torch and cuDNN do, which have to be asked.
-    wide = r.capability == (9, 0) and not r.gradient and r.refused is not None
+    # On Hopper it takes wider heads, where this torch and cuDNN do, which have to be asked.
+    wide = r.capability == (9, 0) and r.refused is not None
     yield from _torch_reasons(r, "cudnn", HALF, 256 if wide else 128)
     if r.device != "cuda" or r.capability < (8, 0):
         yield "it needs a CUDA GPU of compute capability 8.0"
@@ -148,9 +148,11 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
         return ("efficient", "triton", "math", "cudnn", "flash")
     if r.small and (r.mask != "none" or r.bounded):
         return ("efficient", "triton", "flash", "cudnn", "math")
-    if r.queries > 16 and r.capability >= (9, 0):
-        return ("cudnn", "triton", "flash", "efficient", "math")
-    return ("flash", "triton", "cudnn", "efficient", "math")  # for a few queries it splits the keys over programs
+    # For a few queries flash splits the keys over programs.
+    first = ("cudnn", "flash") if r.queries > 16 and r.capability >= (9, 0) else ("flash", "cudnn")
+    if r.small and not r.deterministic:
+        return (*first, "efficient", "triton", "math")
+    return (first[0], "triton", first[1], "efficient", "math")
 
 
 def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
@@ -217,7 +219,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tup
     if mask is not None or slopes is not None:  # shapes in place of tensors, which a key must not keep alive
         how = (_place(mask), is_captured(q), _place(slopes), *variant._replace(mask=None, alibi_slopes_N=None))
     learns = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    process = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), registry.chosen(KIND))
+    process = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), registry.asked_for(KIND))
     types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device)
     return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), types, how, learns, process, backend
 
