@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.lib.kernels.attention_case import Case, compile_ahead
 from benchmarks.lib.kernels.attention_draw import Attention, Times, draws, summary
+from benchmarks.lib.kernels.graph_timing import host_us
 from benchmarks.lib.results import append_csv, goal_header, seconds_since_start, tell, told_machine
 from vblackwell.kernels.runtime import tuning
 from vblackwell.nn.attention import backends as dispatcher
@@ -46,6 +47,25 @@ def listed() -> list[Attention]:
     found += [replace(causal, kind="plain"), replace(causal, heads=32, kv_heads=8), replace(causal, head=96)]
     found.append(Attention("causal", 2, 8, 8, 4096, 4096, 256, False))
     return [replace(case, gradient=gradient) for case in found for gradient in (False, True)]
+
+
+def small() -> list[Attention]:
+    """What takes the GPU less time than the host needs to call it."""
+    plain = Attention("plain", 2, 16, 16, 512, 512, 64, False)
+    masked = replace(plain, kind="boolean", queries=63, keys=257, mask=(1, 1, 63, 257))
+    found = [plain, replace(plain, kind="causal"), replace(plain, kind="causal", heads=32, kv_heads=8)]
+    found += [replace(plain, heads=32, kv_heads=8, queries=1), masked, replace(masked, kind="additive")]
+    found += [replace(masked, heads=32, kv_heads=8), replace(plain, kind="window", window=64)]
+    return [replace(case, gradient=gradient) for case in found for gradient in (False, True)]
+
+
+def host(cases: Sequence[Attention]) -> None:
+    """What an eager call costs the host, ours and PyTorch's own choice."""
+    print("host us a call, least and median: ours, then PyTorch's choice")
+    for case in cases:
+        made = Case(case)
+        steps = made.step(made.ours, made.inputs), made.step(made.theirs, made.leaves)
+        print(*map(host_us, steps), case, sep="   ", flush=True)
 
 
 def bench(cases: Sequence[Attention], arguments: argparse.Namespace) -> bool:
@@ -100,12 +120,15 @@ def main() -> None:
     add("--skip", type=int, default=0, metavar="K", help="the first K cases")
     add("--only", default="", help="cases whose description has this")
     add("--seconds", type=float, default=600.0, help="start no case later than this")
+    add("--host", action="store_true", help="what small eager calls cost the host, and nothing else")
     add("--tune", nargs="?", type=Path, const=Path(), metavar="FILE", help="keep the times on this machine, or in FILE")
     add("--out", type=Path, help="CSV to append to")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     cases = draws(arguments.random, arguments.seed) if arguments.random else listed()
     wanted = [case for case in cases[arguments.skip :] if arguments.only in str(case)]
+    if arguments.host:
+        return host(small())
     raise SystemExit(not bench(wanted, arguments))
 
 

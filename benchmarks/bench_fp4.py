@@ -18,7 +18,6 @@ import functools
 import itertools
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,7 @@ from torch.nn import functional
 from benchmarks.lib.kernels.fp4_draw import Product, case_line, draws, linear_sources, summary
 from benchmarks.lib.kernels.fp4_layers import FORMAT, Source, Tiled, compile_for, error_over_bound, layers_of
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
-from benchmarks.lib.kernels.graph_timing import Replay, graph_of, turns_us
+from benchmarks.lib.kernels.graph_timing import Replay, graph_of, host_us, turns_us
 from benchmarks.lib.results import RESULTS, append_csv, goal_header, seconds_since_start, tell, told_machine
 from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4 import w4a8
@@ -44,7 +43,6 @@ from vblackwell.kernels.pointwise.rows import rms_norm
 from vblackwell.nn.convert.linears import enable_vb_optimization
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.packed_linear import PlacedWeight
-from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
@@ -224,18 +222,6 @@ def time_systems(
         if (system := str(row["system"])) in us:
             row["us"], row["ratio"] = round(us[system], 2), round(ratios[system], 3) if system in ratios else ""
     return rows
-
-
-def host_us(call: Callable[[], object]) -> str:
-    """Microseconds of the host a call, least and median: few calls at a time, so that none waits for the GPU."""
-    taken: list[float] = []
-    for _ in range(200):
-        began = time.perf_counter()
-        for _ in range(10):
-            call()
-        taken.append((time.perf_counter() - began) * 1e5)
-        torch.cuda.synchronize()
-    return f"{min(taken):6.1f} {statistics.median(taken):6.1f}"
 
 
 def host_calls(n: int, k: int, packed: Tiled, dense: torch.Tensor) -> dict[str, Call]:

@@ -21,7 +21,8 @@ from benchmarks.lib.kernels.graph_timing import eager_us, graph_of, turns_us
 from benchmarks.lib.results import tell
 from vblackwell.kernels.attention.op import flash_attention_varlen
 from vblackwell.kernels.attention.reference import attention_reference
-from vblackwell.nn.attention.backends import AttentionRequest, Variant, attention, choose_attention, request_of
+from vblackwell.nn.attention.backends import attention, choose_attention
+from vblackwell.nn.attention.request import AttentionRequest, Variant, request_of
 
 Run = Callable[[], Tensor]
 TORCH = {

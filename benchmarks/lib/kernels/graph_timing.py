@@ -109,3 +109,15 @@ def eager_us(calls: Sequence[Callable[[], object]], seconds: float = 3e-3) -> li
     finally:
         gc.enable()
     return [1e6 * min(times) for times in zip(*rounds, strict=True)]
+
+
+def host_us(call: Callable[[], object]) -> str:
+    """Microseconds of the host a call, least and median: few calls at a time, so that none waits for the GPU."""
+    taken: list[float] = []
+    for _ in range(200):
+        began = time.perf_counter()
+        for _ in range(10):
+            call()
+        taken.append((time.perf_counter() - began) * 1e5)
+        torch.cuda.synchronize()
+    return f"{min(taken):6.1f} {statistics.median(taken):6.1f}"

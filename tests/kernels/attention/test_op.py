@@ -8,7 +8,6 @@ import torch
 from tests.kernels.attention.oracle import DEVICE, gradients, inputs, normal, plain, relative
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.attention import op as module
 from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen, new_seed
 from vblackwell.kernels.attention.reference import attention_reference
 
@@ -223,7 +222,7 @@ def test_result_has_the_strides_of_the_queries():
 def test_opcheck_and_compile():
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 17, 17, 16))
     arguments = (q, k, v, None, None, None, None, None, 17, 17, 0.25, None, 0, False, 0.0, 0.0)
-    torch.library.opcheck(module._attention, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.vblackwell.attention, arguments, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(
         lambda q, k, v: flash_attention(q, k, v, causal=True) * 3, fullgraph=True, backend="aot_eager"
     )

@@ -123,6 +123,7 @@ def test_refused_inputs():
         layer(torch.randn(2, 5, 32), torch.ones(5, 4, dtype=torch.bool))
 
 
+SHORT = {"queries": 63, "keys": 257, "refused": ()}
 H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
 
 
@@ -140,6 +141,28 @@ H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
         ({"capability": (8, 6)}, "flash"),
         ({"dtype": torch.float32}, "efficient"),
         ({"head": 512}, "efficient"),
+        ({**SHORT, "mask": "boolean"}, "efficient"),
+        ({**SHORT, "mask": "boolean", "refused": None}, "triton"),  # a trace
+        ({**SHORT, "mask": "boolean", "captured": True}, "efficient"),
+        ({**SHORT, "mask": "boolean", "kv_heads": 4}, "efficient"),
+        ({**SHORT, "mask": "boolean", "kv_heads": 4, "captured": True}, "triton"),
+        ({**SHORT, "mask": "boolean", "causal": True}, "efficient"),
+        ({**SHORT, "window": 5}, "efficient"),
+        ({**SHORT, "window": 5, "captured": True}, "triton"),
+        ({**SHORT, "causal": True, "bottom_right": True}, "efficient"),
+        ({**SHORT, "window": 5, "gradient": True, "deterministic": True}, "triton"),
+        ({"mask": "additive", "queries": 512, "keys": 512, "refused": ()}, "efficient"),
+        ({"mask": "additive", "queries": 512, "keys": 512, "refused": (), "captured": True}, "triton"),
+        ({"heads": 1, "kv_heads": 1, "window": 5, "refused": ()}, "triton"),  # a mask of 4096 x 4096
+        ({"head": 256}, "triton"),  # PyTorch was not asked
+        ({"head": 256, "refused": ()}, "cudnn"),
+        ({"head": 256, "refused": ("cudnn",)}, "triton"),
+        ({"head": 256, "refused": (), "gradient": True}, "cudnn"),
+        ({"queries": 64, "keys": 64, "refused": ("cudnn",)}, "flash"),
+        ({"queries": 64, "keys": 64, "refused": ("cudnn",), "captured": True}, "triton"),
+        ({"queries": 64, "keys": 64, "refused": (), "deterministic": True}, "triton"),
+        ({"queries": 64, "keys": 64, "refused": (), "softcap": True}, "triton"),
+        ({"refused": ("cudnn", "flash")}, "triton"),
         ({"queries": 1}, "flash"),
         ({"dtype": torch.float64}, "math"),
         ({"device": "cpu", "capability": (0, 0)}, "flash"),
@@ -194,6 +217,17 @@ def test_times_of_a_shape_stand_for_its_neighbours_too(monkeypatch):
     for change in ({"batch": 3}, {"queries": 3999}, {"keys": 3000}, {"mask_planes": 2}):
         assert choose_attention(measured._replace(**change)) == "triton"
     assert dispatcher.neighbours_key(measured._replace(queries=5000)) not in entries
+
+
+def test_times_of_long_neighbours_say_nothing_of_a_call_that_launches_bind(monkeypatch):
+    entries = {dispatcher.neighbours_key(H200): {"triton": 1, "cudnn": 2}}
+    monkeypatch.setattr(dispatcher.tuning, "entries", lambda kind, device: entries)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    small = H200._replace(heads=1, kv_heads=1, refused=())
+    assert choose_attention(H200) == "triton" == choose_attention(small._replace(captured=True))
+    assert choose_attention(small) == "cudnn"
+    entries[dispatcher.shape_key(small)] = {"triton": 1, "cudnn": 2}
+    assert choose_attention(small) == "triton"
 
 
 def test_what_a_grid_cannot_count_is_refused(monkeypatch):

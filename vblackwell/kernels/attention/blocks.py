@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vblackwell.kernels.attention.device import load_mask, load_words, visible
+from vblackwell.kernels.runtime.triton_launch import layout, queue
 
 WORD = 64
 # Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no separate check.
@@ -220,9 +221,9 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
         for words, outer in ((k_words, padded_rows), (q_words, padded_cols))
     ]
     targets = (by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32))
-    pack_bits[(k_words, q_words, batch * heads)](
-        mask, *targets, mask_strides(mask), heads, rows, cols, *steps, WITH_KEYS=with_keys, num_warps=4
-    )
+    numbers = (mask_strides(mask), heads, rows, cols, *steps, with_keys)
+    grid, key = (k_words, q_words, batch * heads), (mask.device, layout(mask), numbers)
+    queue(pack_bits, key, grid, (mask, *targets, *numbers), num_warps=4)
     return MaskBits(by_query, by_key)
 
 
@@ -239,16 +240,18 @@ def list_tiles(
     judge, source, warps = (judge_values, mask, 4) if bits is None else (judge_bits, bits.by_query, 1)
     numbers = bounds._replace(left=bounds.left or 0, right=bounds.right or 0)
     form = Judged(bounds.left is not None, bounds.right is not None, *tile)
-    judge[(k_tiles, q_tiles, batch * heads)](source, state, mask_strides(source), heads, numbers, form, num_warps=warps)
+    given, device = (mask_strides(source), heads, numbers, form), mask.device
+    key = (device, layout(source), given)
+    queue(judge, key, (k_tiles, q_tiles, batch * heads), (source, state, *given), num_warps=warps)
     lines, tiles = (k_tiles, q_tiles) if by_column else (q_tiles, k_tiles)
     items = torch.empty((batch * heads * lines, tiles + 1), dtype=torch.int32, device=mask.device)
     counts = torch.empty((batch * heads * lines, 2), dtype=torch.int32, device=mask.device)
     order = torch.empty(batch * heads * lines, dtype=torch.int32, device=mask.device)
     step = (1, k_tiles) if by_column else (k_tiles, 1)
-    collect_tiles[(lines, batch * heads)](
-        state, items, counts, q_tiles * k_tiles, *step, tiles, BLOCK=triton.next_power_of_2(tiles + 1), num_warps=4
-    )
-    order_lines[(triton.cdiv(lines, CHUNK), batch * heads)](counts, order, lines, CHUNK=CHUNK, num_warps=4)
+    sizes = (q_tiles * k_tiles, *step, tiles, triton.next_power_of_2(tiles + 1))
+    queue(collect_tiles, (device, sizes), (lines, batch * heads, 1), (state, items, counts, *sizes), num_warps=4)
+    grid = (triton.cdiv(lines, CHUNK), batch * heads, 1)
+    queue(order_lines, (device, lines), grid, (counts, order, lines, CHUNK), num_warps=4)
     return TileLists(items, counts, order, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
 
 

@@ -32,6 +32,7 @@ from vblackwell.kernels.attention import device as attention_device
 from vblackwell.kernels.attention.blocks import mask_strides
 from vblackwell.kernels.attention.device import LISTED, LOG2E
 from vblackwell.kernels.attention.plan import AttentionPlan, padded_head
+from vblackwell.kernels.runtime.triton_launch import layout, queue
 
 # Tiles of an additive mask on their way or in use; more would not fit next to heads of 128.
 MASK_STAGES: gl.constexpr = gl.constexpr(2)
@@ -389,4 +390,5 @@ def launch(call: Any, plan: AttentionPlan, out: Tensor, lse: Tensor) -> None:
     form = call.form(plan, tma=True)._replace(bottom_right=False)  # the offset says it
     grid = (triton.cdiv(q.shape[2], plan.rows), q.shape[1], q.shape[0])
     arguments = (*tiles, given, *listed, out, lse, *strides, *places, *lengths, options.scale, form)
-    attend_hopper[grid](*arguments, num_warps=plan.warps, maxnreg=plan.registers)
+    key = (plan, *call.key, *map(layout, (q, k, v, given if mask is None else mask, *listed, out, lse)))
+    queue(attend_hopper, key, grid, arguments, num_warps=plan.warps, maxnreg=plan.registers)

@@ -2,8 +2,7 @@
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,10 +22,10 @@ from vblackwell.kernels.attention.plan import (
     specialized_plan,
 )
 from vblackwell.kernels.runtime.registry import capability, empty_of
+from vblackwell.kernels.runtime.triton_launch import MAX_KEYS, layout, queue
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What op.py's op takes in addition to queries, keys and values; see there."""
 
     mask: Tensor | None
@@ -42,6 +41,22 @@ class Options:
     bottom_right: bool
     softcap: float
     dropout: float
+
+
+class _Launch(NamedTuple):
+    """What launches alike have in common."""
+
+    tma: bool
+    grid: tuple[int, int, int]
+    strides: tuple[tuple[int, ...], ...]  # of batch (none where sequences are packed), head and row
+    lse_strides: tuple[int, ...]
+    mask_strides: tuple[int, ...]
+    numbers: Numbers
+    form: Form
+    limits: dict[str, int]
+
+
+_launches: dict[tuple[Any, ...], _Launch] = {}  # by what follows from it: as `queue` wants it
 
 
 class _Call:
@@ -63,6 +78,8 @@ class _Call:
         self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
         self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
         self.bits = bits_of(self.mask, with_keys) if self.mask is not None and self.mask_kind == "boolean" else None
+        sizes = (self.q.device, self.q.shape, self.k.shape, None if self.mask is None else self.mask.shape)
+        self.key = (*sizes, self.batch, *options[5:])
 
     def heads_first(self, x: Tensor) -> Tensor:
         """(B, N, S, H) of a dense tensor, (1, N, total, H) of packed sequences (total, N, H); last stride 1."""
@@ -93,13 +110,14 @@ class _Call:
         return specialized_plan(self.head, self.q.element_size(), capability(self.q.device), self.mask_kind)
 
     def takes_tma(self, *tensors: Tensor) -> bool:
-        return not self.varlen and all(
-            x.data_ptr() % 16 == 0
-            and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-            and x.numel() > 0
-            and all(x.stride(i) > 0 for i in range(3))
-            for x in tensors
-        )
+        if self.varlen:
+            return False
+        for x in tensors:
+            itemsize = x.element_size()
+            steps = [step for step in x.stride()[:3] if step <= 0 or step * itemsize % 16]
+            if steps or x.data_ptr() % 16 or x.numel() == 0:
+                return False
+        return True
 
     def describes_mask(self) -> bool:
         """Whether the copy engine brings tiles of an additive mask: 16 bits wide, not broadcast in a tile, aligned."""
@@ -164,38 +182,58 @@ class _Call:
         options, by_column = self.options, kernel is key_gradient
         mask, lists = self.read_mask(by_column), self.lists(plan, by_column)
         tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]
-        if by_column:
-            grid, even = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), False
-        else:
-            grid = (triton.cdiv(options.max_q, plan.rows), self.num_heads)
-            even = not self.varlen and options.max_k % plan.columns == 0
-        tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
         found = (None, None, None) if lists is None else (lists.items, lists.counts, lists.order)
         some = (mask, *found, options.slopes_N, options.seed, options.q_starts, options.k_starts)
-        strides = [  # of batch (none where sequences are packed), head and row
+        written = [each for output in outputs for each in (output if isinstance(output, tuple) else (output,))]
+        key = (plan, *self.key, *map(layout, (*(x for x, _ in tiled), *written, *some)))
+        if (known := _launches.get((kernel, key))) is None:
+            if len(_launches) >= MAX_KEYS:
+                _launches.clear()
+            known = _launches[kernel, key] = self.plan_launch(by_column, plan, tiled, outputs, lse, mask)
+        given = Given(
+            *(self.q if x is None else x for x in some),
+            known.strides,
+            known.lse_strides,
+            known.mask_strides,
+            known.numbers,
+        )
+        width = known.form.width
+        tensors = [
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) if known.tma and rows else x
+            for x, rows in tiled
+        ]
+        places = (0, 0, 0) if lists is None else lists.places
+        arguments = (*tensors, *outputs, given, *places, known.form)
+        queue(kernel, key, known.grid, arguments, num_warps=plan.warps, num_stages=plan.stages, **known.limits)
+
+    def plan_launch(
+        self, by_column: bool, plan: AttentionPlan, tiled: Any, outputs: Any, lse: Tensor, mask: Tensor | None
+    ) -> _Launch:
+        options = self.options
+        even = not by_column and not self.varlen and options.max_k % plan.columns == 0
+        length, tile, heads = (
+            (options.max_k, plan.columns, self.kv_heads) if by_column else (options.max_q, plan.rows, self.num_heads)
+        )
+        tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
+        strides = [
             (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
             for x in (*(x for x, _ in tiled), *outputs)
             if isinstance(x, Tensor) and x.dim() == 4  # not numbers of rows
         ]
-        lse_strides = (0, lse.stride(0)) if self.varlen else lse.stride()[:2]
-        numbers = (*self.lengths, options.left or 0, options.right or 0, options.scale)
-        given = Given(
-            *(self.q if x is None else x for x in some),
-            tuple(strides),
-            lse_strides,
-            (0, 0, 0, 0) if mask is None else mask_strides(mask),
-            Numbers(*numbers, options.softcap, options.dropout),
+        numbers = Numbers(
+            *self.lengths, options.left or 0, options.right or 0, options.scale, options.softcap, options.dropout
         )
-        width = padded_head(self.head)
-        tensors = [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) if tma and rows else x
-            for x, rows in tiled
-        ]
-        places = (0, 0, 0) if lists is None else lists.places
         # Addresses of single rows take the registers that descriptors do not.
-        limits = {"maxnreg": plan.registers} if plan.registers and tma == plan.tma else {}
-        arguments = (*tensors, *outputs, given, *places, self.form(plan, tma, even))
-        kernel[(*grid, self.batch)](*arguments, num_warps=plan.warps, num_stages=plan.stages, **limits)
+        return _Launch(
+            tma,
+            (-(-length // tile), heads, self.batch),
+            tuple(strides),
+            (0, lse.stride(0)) if self.varlen else lse.stride()[:2],
+            (0, 0, 0, 0) if mask is None else mask_strides(mask),
+            numbers,
+            self.form(plan, tma, even),
+            {"maxnreg": plan.registers} if plan.registers and tma == plan.tma else {},
+        )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:

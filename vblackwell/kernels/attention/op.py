@@ -67,11 +67,18 @@ def flash_attention(
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
     _check_grid(q_BNSH, q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
+    tensors = (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed)
+    return attend_dense(*tensors, causal, bottom_right, window, scale, softcap, dropout)
+
+
+def attend_dense(  # type: ignore[no-untyped-def]
+    q, k, v, mask, slopes_N, seed, causal, bottom_right, window, scale, softcap, dropout
+) -> Tensor:
+    """`flash_attention` of arguments that were checked."""
     if mask is not None:
         mask = mask.detach()[(None,) * (4 - mask.dim())]
-    tensors = (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed)
-    lengths = (None, None, q_BNSH.shape[2], k_BKTH.shape[2])
-    return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return _attend(q, k, v, mask, slopes_N, seed, lengths, causal, bottom_right, window, scale, softcap, dropout)
 
 
 def flash_attention_varlen(
@@ -198,7 +205,7 @@ def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-
     return *gradients, *(None,) * 13
 
 
-@register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward)
+@register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward, direct=True)
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -222,11 +229,12 @@ def _attention(
     refuse_forward_mode("attention")
     starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
+        numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+        options = Options(mask, slopes_N, seed, *starts, *numbers)
         return forward(q, k, v, options)
 
 
-@register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)))
+@register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)), direct=True)
 def _attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -252,5 +260,6 @@ def _attention_backward(
 
     starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
+        numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+        options = Options(mask, slopes_N, seed, *starts, *numbers)
         return backward(dout, q, k, v, out, lse, options)

@@ -8,6 +8,7 @@ a torn or foreign one is ignored. Each kind of kernel ('attention') has a file.
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from vblackwell.kernels.runtime.launch import driver_version
 from vblackwell.machine.cache import cache_root, write_atomically
 
 Entries = dict[str, dict[str, int]]
+_dependents: list[Callable[[], None]] = []
 SHIPPED = Path(__file__).parents[1] / "tuned"
 _VERSION = 1
 
@@ -67,6 +69,13 @@ def store(kind: str, device: torch.device, found: Entries, path: Path | None = N
     content = {"version": _VERSION, "machine": parts, "entries": {**read_entries(path), **found}}
     write_atomically(path, json.dumps(content, indent=1, sort_keys=True).encode())
     entries.cache_clear()
+    for clear in _dependents:
+        clear()
+
+
+def clear_with_entries(clear: Callable[[], None]) -> None:
+    """Have `store` call ``clear``, which forgets what was decided by the entries before."""
+    _dependents.append(clear)
 
 
 def read_entries(path: Path) -> Entries:

@@ -3,7 +3,8 @@
 
 Of those that accept a request the one runs that takes the least time of what ``benchmarks/bench_attention.py --tune``
 has measured on this machine; where nothing was measured, and under ``torch.compile``, which cannot read the tables, the
-order is that of ``preference``.
+order is that of ``preference``. A call is checked, and its backend chosen, once for all calls alike: `_key` is what
+they have in common, and what is kept for it runs the backend's operator itself.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -11,87 +12,31 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from vblackwell.errors import Unsupported, check_known
 from vblackwell.kernels.attention import op
-from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime import registry, tuning
+from vblackwell.nn.attention.operators import HAS_OPERATORS, Run, operator, run_math, run_sdpa
+from vblackwell.nn.attention.request import (
+    PLAIN,
+    AttentionRequest,
+    Variant,
+    computes_at_once,
+    is_captured,
+    request_of,
+)
 
 KIND = "attention"  # of its entries in runtime/tuning.py
 HALF = (torch.bfloat16, torch.float16)
-
-
-class Variant(NamedTuple):
-    """What is attended, in addition to queries, keys and values; as in ``flash_attention``."""
-
-    mask: Tensor | None = None
-    causal: bool = False
-    bottom_right: bool = False
-    window: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    alibi_slopes_N: Tensor | None = None
-    dropout: float = 0.0
-
-
-PLAIN = Variant()
-
-
-class AttentionRequest(NamedTuple):
-    """What a backend may look at before it agrees; times of the CUDA device ``gpu`` count, None: of the current one.
-
-    ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T).
-    """
-
-    device: str
-    capability: tuple[int, int]
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head: int
-    mask: str = "none"
-    causal: bool = False
-    bottom_right: bool = False
-    window: int | None = None
-    softcap: bool = False
-    alibi: bool = False
-    dropout: bool = False
-    gradient: bool = False
-    mask_gradient: bool = False
-    deterministic: bool = False
-    batch: int = 1
-    mask_planes: int = 0
-    gpu: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """What timings are kept by, in addition to type, head width and length."""
-        flags = ("causal", "softcap", "alibi", "dropout", "gradient")
-        parts = [self.mask, *(name for name in flags if getattr(self, name))]
-        return "+".join(parts + ["window"] * (self.window is not None) + ["grouped"] * (self.heads != self.kv_heads))
-
-
-def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant) -> AttentionRequest:
-    mask, device, learns = variant.mask, q_BNSH.device, torch.is_grad_enabled()
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    sizes = (q_BNSH.shape[1], k_BKTH.shape[1], q_BNSH.shape[2], k_BKTH.shape[2], q_BNSH.shape[3])
-    kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
-    bounds = (variant.causal, variant.bottom_right, variant.window)
-    changes = (variant.softcap is not None, variant.alibi_slopes_N is not None, variant.dropout > 0)
-    gradient = learns and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad)
-    gradients = (gradient, learns and mask is not None and mask.requires_grad)
-    planes, deterministic = 0 if mask is None else mask.shape[:-2].numel(), torch.are_deterministic_algorithms_enabled()
-    rest = (deterministic, q_BNSH.shape[0], planes, device.index)
-    what = (*sizes, kind, *bounds, *changes, *gradients, *rest)
-    return AttentionRequest(device.type, capability, q_BNSH.dtype, *what)
+MAX_BOUNDED_SCORES = 1 << 22  # of bounds that become a mask: 8 MB
+# By name here, because every call asks them, and each attribute on the way costs.
+_deterministic, _flash_enabled = torch._C._get_deterministic_algorithms, torch._C._get_flash_sdp_enabled
+_efficient_enabled, _cudnn_enabled = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 
 
 # Generators: whether one refuses is asked at every call, and only what is read is written out.
@@ -114,24 +59,29 @@ def _triton_reasons(r: AttentionRequest) -> Iterator[str]:
         yield from op.grid_reasons(r.batch, r.mask_planes)
 
 
-def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> Iterator[str]:
+def _torch_reasons(r: AttentionRequest, name: str, dtypes: tuple[torch.dtype, ...], widest: int) -> Iterator[str]:
     yield from _common_reasons(r, dtypes, widest)
+    if name in (r.refused or ()):
+        yield "PyTorch refuses it for these tensors: by sdpa_kernel or torch.backends.cuda, their strides or dropout"
     if min(r.queries, r.keys) == 0:
         yield "an empty sequence"
-    if r.window is not None:
+    made_masks = name == "efficient" and HAS_OPERATORS and r.refused is not None and not r.mask_gradient
+    if r.window is not None and not made_masks:
         yield "a sliding window"
     if r.softcap:
         yield "a soft cap"
     if r.alibi:
         yield "ALiBi"
-    if r.causal and r.mask != "none":
+    if r.causal and r.mask != "none" and not made_masks:
         yield "causal together with a mask"
-    if r.causal and r.bottom_right and r.queries != r.keys:
+    if r.causal and r.bottom_right and r.queries != r.keys and not made_masks:
         yield f"causal from the bottom right over {r.queries} x {r.keys}"
 
 
 def _cudnn_reasons(r: AttentionRequest) -> Iterator[str]:
-    yield from _torch_reasons(r, HALF, 128)
+    # On Hopper it takes wider heads, where this torch and cuDNN do, which have to be asked.
+    wide = r.capability == (9, 0) and r.refused is not None
+    yield from _torch_reasons(r, "cudnn", HALF, 256 if wide else 128)
     if r.device != "cuda" or r.capability < (8, 0):
         yield "it needs a CUDA GPU of compute capability 8.0"
     if r.head % 8:
@@ -148,7 +98,8 @@ def _cudnn_reasons(r: AttentionRequest) -> Iterator[str]:
 
 def _flash_reasons(r: AttentionRequest) -> Iterator[str]:
     on_cpu = r.device == "cpu"
-    yield from _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, op.WIDEST_HEAD)
+    dtypes = (*HALF, torch.float32, torch.float64) if on_cpu else HALF
+    yield from _torch_reasons(r, "flash", dtypes, op.WIDEST_HEAD)
     if not on_cpu and (r.device != "cuda" or r.capability < (8, 0)):
         yield "it needs a CUDA GPU of compute capability 8.0, or the CPU"
     if r.mask != "none" and not on_cpu:
@@ -162,48 +113,27 @@ def _flash_reasons(r: AttentionRequest) -> Iterator[str]:
 
 
 def _efficient_reasons(r: AttentionRequest) -> Iterator[str]:
-    yield from _torch_reasons(r, (*HALF, torch.float32), 1 << 16)
+    yield from _torch_reasons(r, "efficient", (*HALF, torch.float32), 1 << 16)
+    if r.refused is None and r.heads != r.kv_heads:
+        yield f"{r.heads} query heads over {r.kv_heads} key heads"
+    if r.bounded and r.queries * r.keys > MAX_BOUNDED_SCORES:
+        yield f"bounds that become a mask of {r.queries} x {r.keys}: it takes {MAX_BOUNDED_SCORES} scores"
     if r.device != "cuda":
         yield "it needs a CUDA GPU"
-    if r.heads != r.kv_heads:
-        yield f"{r.heads} query heads over {r.kv_heads} key heads"
     if r.head % 8:
         yield f"a head of {r.head} is no multiple of 8"
     if r.deterministic and r.gradient:
         yield "its backward is not deterministic"
 
 
-def _run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    mask, causal, bottom_right, window, scale, softcap, slopes_N, dropout = variant
-    left, right = op.bounds(causal, window)
-    sees: dict[str, Any] = {"mask": mask, "left": left, "right": right, "bottom_right": bottom_right}
-    softcap = softcap or 0.0
-    return attention_reference(q, k, v, **sees, scale=scale, softcap=softcap, slopes_N=slopes_N, dropout=dropout)
-
-
-def _run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    mask = variant.mask
-    if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-        mask = mask[(None,) * (4 - mask.dim())]  # the CPU's flash takes two or four dimensions
-        if mask.shape[-1] != k.shape[2]:  # 'efficient' reads consecutive keys: it takes no stride of zero
-            mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
-    # A branch, because sizes may be symbols under torch.compile.
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    how = {"scale": variant.scale, **grouped}
-    with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(q, k, v, mask, variant.dropout, variant.causal, **how)
-
-
-Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
         registry.Backend("triton", _triton_reasons, lambda q, k, v, how: op.flash_attention(q, k, v, **how._asdict())),
-        registry.Backend("cudnn", _cudnn_reasons, partial(_run_sdpa, SDPBackend.CUDNN_ATTENTION)),
-        registry.Backend("flash", _flash_reasons, partial(_run_sdpa, SDPBackend.FLASH_ATTENTION)),
-        registry.Backend("efficient", _efficient_reasons, partial(_run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
-        registry.Backend("math", registry.accept, _run_math, forward_mode=True),
+        registry.Backend("cudnn", _cudnn_reasons, partial(run_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        registry.Backend("flash", _flash_reasons, partial(run_sdpa, SDPBackend.FLASH_ATTENTION)),
+        registry.Backend("efficient", _efficient_reasons, partial(run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
+        registry.Backend("math", registry.accept, run_math, forward_mode=True),
     )
 }
 
@@ -216,9 +146,13 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
         return ("flash", "math", "triton", "cudnn", "efficient")
     if r.dtype == torch.float32:
         return ("efficient", "triton", "math", "cudnn", "flash")
-    if r.queries > 16 and r.capability >= (9, 0):
-        return ("cudnn", "triton", "flash", "efficient", "math")
-    return ("flash", "triton", "cudnn", "efficient", "math")  # for a few queries it splits the keys over programs
+    if r.small and (r.mask != "none" or r.bounded):
+        return ("efficient", "triton", "flash", "cudnn", "math")
+    # For a few queries flash splits the keys over programs.
+    first = ("cudnn", "flash") if r.queries > 16 and r.capability >= (9, 0) else ("flash", "cudnn")
+    if r.small and not r.deterministic:
+        return (*first, "efficient", "triton", "math")
+    return (first[0], "triton", first[1], "efficient", "math")
 
 
 def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
@@ -245,12 +179,53 @@ def attention(
     Raises ConfigurationError as ``flash_attention`` does, or for an unknown backend; Unsupported, with every backend's
     reasons, where the backend asked for refuses.
     """
-    op.check_dense(q_BNSH, k_BKTH, v_BKTH, variant.mask)
-    op.check_options(q_BNSH, variant.scale, variant.softcap, variant.alibi_slopes_N, variant.dropout)
-    if variant.causal and variant.bottom_right and q_BNSH.shape[2] == 1 and variant.window is None:
+    if not computes_at_once(q_BNSH, k_BKTH, v_BKTH):
+        variant, _, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
+        return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
+    key = _key(q_BNSH, k_BKTH, v_BKTH, variant, backend)
+    if (prepared := _prepared.get(key)) is None:
+        how, request, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
+        run = operator(name, request, how._replace(mask=None, alibi_slopes_N=None))
+        if run is None:
+            causal, runs = how.causal, BACKENDS[name].run
+            run = lambda q, k, v, now: runs(q, k, v, now._replace(causal=causal))  # noqa: E731
+        if len(_prepared) >= MAX_PREPARED:
+            _prepared.clear()
+        prepared = _prepared[key] = run, name
+    run, name = prepared
+    return run(q_BNSH, k_BKTH, v_BKTH, variant), name
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tuple[Variant, AttentionRequest, str]:
+    """The variant that runs, the request that it is, and the backend that runs it."""
+    op.check_dense(q, k, v, variant.mask)
+    op.check_options(q, variant.scale, variant.softcap, variant.alibi_slopes_N, variant.dropout)
+    if variant.causal and variant.bottom_right and q.shape[2] == 1 and variant.window is None:
         variant = variant._replace(causal=False)  # a single query at the end sees everything: decoding
-    name = choose_attention(request_of(q_BNSH, k_BKTH, v_BKTH, variant), backend)
-    return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
+    request = request_of(q, k, v, variant)
+    return variant, request, choose_attention(request, backend)
+
+
+# What runs calls of a `_key`, and on which backend. Reading and writing one is a step for every other thread.
+_prepared: dict[tuple[Any, ...], tuple[Run, str]] = {}
+MAX_PREPARED = 4096  # keys; lengths that grow by one with every token would fill the memory in the end
+tuning.clear_with_entries(_prepared.clear)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tuple[Any, ...]:
+    """All that checks, the choice and `operator` look at."""
+    mask, slopes = variant.mask, variant.alibi_slopes_N
+    how: tuple[Any, ...] = variant
+    if mask is not None or slopes is not None:  # shapes in place of tensors, which a key must not keep alive
+        how = (_place(mask), is_captured(q), _place(slopes), *variant._replace(mask=None, alibi_slopes_N=None))
+    learns = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
+    process = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), registry.asked_for(KIND))
+    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device)
+    return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), types, how, learns, process, backend
+
+
+def _place(x: Tensor | None) -> tuple[Any, ...]:
+    return () if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
 
 
 def neighbours_key(r: AttentionRequest) -> str:
@@ -271,7 +246,7 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
         return {}
     gpu = torch.cuda.current_device() if r.gpu is None else r.gpu
     entries = tuning.entries(KIND, torch.device("cuda", gpu))
-    return entries.get(shape_key(r)) or entries.get(neighbours_key(r), {})
+    return entries.get(shape_key(r)) or ({} if r.small else entries.get(neighbours_key(r), {}))
 
 
 def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run]]:

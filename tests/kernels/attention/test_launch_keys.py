@@ -1,0 +1,105 @@
+"""Launches of attention's kernels have one key only where Triton compiles one kernel for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402 - where there is triton
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+from tests.kernels.attention.oracle import use_plans  # noqa: E402
+from vblackwell.kernels.attention import blocks, launch  # noqa: E402
+from vblackwell.kernels.attention.device import LISTED  # noqa: E402
+from vblackwell.kernels.attention.plan import AttentionPlan  # noqa: E402
+
+OPTIONS = [
+    {},
+    {"right": 0},
+    {"left": 15, "right": 0},
+    {"left": 16, "right": 0, "bottom_right": True},
+    {"softcap": 2.0},
+    {"dropout": 0.5},
+    {"slopes": True},
+    {"mask": "boolean"},
+    {"mask": "padding", "right": 0},
+    {"mask": "additive"},
+    {"mask": "expanded", "left": 1},
+]
+PLANS = (AttentionPlan(32, 32, 4, 1), AttentionPlan(64, 32, 4, 2, True), AttentionPlan(32, 64, 4, 2, True, 128))
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float16, place: str = "dense") -> Tensor:
+    if place == "dense":
+        return torch.zeros(shape, dtype=dtype)
+    if place == "transposed":
+        return torch.zeros(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
+    return torch.zeros(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)  # not at 16 bytes
+
+
+def options_of(heads: int, queries: int, keys: int, given: dict, place: str) -> launch.Options:
+    kind = given.get("mask")
+    shape = {"padding": (2, 1, 1, keys), "additive": (1, heads, queries, keys)}.get(kind, (2, 1, queries, keys))
+    mask = None if kind is None else tensor(*shape, dtype=torch.float16 if kind == "additive" else torch.bool)
+    if kind == "expanded":
+        mask = tensor(1, 1, queries, keys, dtype=torch.bool).expand(2, heads, -1, -1)
+    if mask is not None and place == "unaligned":
+        mask = tensor(*mask.shape, dtype=mask.dtype, place=place)
+    slopes = torch.zeros(heads) if given.get("slopes") else None
+    seed = torch.zeros(2, dtype=torch.int64) if given.get("dropout") else None
+    bounds = (given.get("left"), given.get("right"), given.get("bottom_right", False))
+    rest = (0.25, *bounds, given.get("softcap", 0.0), given.get("dropout", 0.0))
+    return launch.Options(mask, slopes, seed, None, None, queries, keys, *rest)
+
+
+def packed(heads: int, lengths: tuple[int, ...]) -> tuple[list[Tensor], launch.Options]:
+    starts = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
+    tensors = [torch.zeros(sum(lengths), count, 32, dtype=torch.float16) for count in (heads, 1, 1)]
+    longest = max(lengths)
+    rest = (longest, longest, 0.25, None, 0, False, 0.0, 0.0)
+    return tensors, launch.Options(None, None, None, starts, starts, *rest)
+
+
+def cases():
+    for given, place, (heads, kv_heads, queries, keys, head) in itertools.product(
+        OPTIONS,
+        ("dense", "transposed", "unaligned"),
+        ((2, 2, 16, 32, 32), (4, 1, 17, 32, 32), (2, 1, 33, 48, 40), (16, 16, 1, 64, 32), (2, 2, 16, 33, 64)),
+    ):
+        shapes = ((2, heads, queries, head), (2, kv_heads, keys, head), (2, kv_heads, keys, head))
+        yield [tensor(*shape, place=place) for shape in shapes], options_of(heads, queries, keys, given, place)
+    for heads, lengths in ((2, (16, 16)), (2, (16, 17)), (4, (1, 5, 26)), (1, (32,))):
+        yield packed(heads, lengths)
+
+
+def test_one_key_is_one_compiled_kernel(monkeypatch):
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binders, found, launches = {}, {}, []
+
+    def record(kernel, key, grid, arguments, **options):
+        if kernel not in binders:
+            listed = LISTED if "list_batch" in kernel.arg_names else ()
+            made = JITFunction(kernel.fn, do_not_specialize=listed)
+            binders[kernel] = create_function_from_signature(made.signature, made.params, backend)
+        _, specialization, others = binders[kernel](*arguments, debug=False, **options)
+        launches.append((kernel, key))
+        compiled = f"{specialization} {others}"
+        assert found.setdefault((kernel, key), compiled) == compiled, key
+
+    monkeypatch.setattr(launch, "queue", record)
+    monkeypatch.setattr(blocks, "queue", record)
+    for plan in PLANS:
+        with use_plans(forward=plan, dq=plan, dkv=plan):
+            for _ in range(2):
+                for (q, k, v), options in cases():
+                    launch._launches.clear()  # arguments are this call's own, not what was kept for its key
+                    out, lse = launch.forward(q, k, v, options)
+                    launch._launches.clear()
+                    launch.backward(out, q, k, v, out, lse, options)
+    assert len({kernel for kernel, _ in launches}) == 8  # three of attention, five of masks
+    assert len(found) * 2 <= len(launches)  # each was launched again

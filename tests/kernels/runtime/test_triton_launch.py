@@ -1,0 +1,76 @@
+"""Launching again what was compiled."""
+
+import pytest
+import torch
+
+from vblackwell.kernels.runtime import triton_launch
+from vblackwell.kernels.runtime.triton_launch import layout, queue
+
+
+class Compiled:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.log.append((self.name, grid, arguments))
+
+
+class Kernel:
+    """Compiles anew at every launch through it, as Triton does for arguments that it has not seen."""
+
+    def __init__(self):
+        self.log, self.compilations = [], 0
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.compilations += 1
+            self.log.append(("triton", grid, arguments, options))
+            return Compiled(self.log, f"compiled {self.compilations}")
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+
+
+def test_what_was_compiled_for_a_key_is_launched_again():
+    kernel, other = Kernel(), Kernel()
+    queue(kernel, (1,), (2, 3, 4), ("a", 5), num_warps=4)
+    queue(kernel, (1,), (9, 1, 1), ("b", 5), num_warps=4)
+    queue(kernel, (2,), (1, 1, 1), ("c", 6), num_warps=8)
+    queue(other, (1,), (1, 1, 1), ("d", 5))
+    assert kernel.log == [
+        ("triton", (2, 3, 4), ("a", 5), {"num_warps": 4}),
+        ("compiled 1", (9, 1, 1), ("b", 5)),
+        ("triton", (1, 1, 1), ("c", 6), {"num_warps": 8}),
+    ]
+    assert other.compilations == 1
+
+
+def test_the_interpreter_compiles_nothing():
+    calls = []
+
+    class Interpreted:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append(arguments)
+
+    for _ in range(2):
+        queue(Interpreted(), (), (1, 1, 1), (7,))
+    assert calls == [(7,), (7,)] and not triton_launch._compiled
+
+
+def test_no_more_is_kept_than_fits(monkeypatch):
+    monkeypatch.setattr(triton_launch, "MAX_KEYS", 3)
+    kernel = Kernel()
+    for key in range(10):
+        queue(kernel, (key,), (1, 1, 1), ())
+        assert len(triton_launch._compiled) <= 3
+
+
+def test_a_layout_is_the_type_the_strides_and_the_alignment():
+    x = torch.zeros(8, 16)
+    assert layout(None) is None and layout(x) == layout(torch.ones(3, 16))
+    others = [x.half(), x[:, ::2], torch.zeros(8, 17)[:, :16], torch.zeros(129)[1:].view(8, 16)]
+    assert len({layout(each) for each in (x, *others)}) == 5

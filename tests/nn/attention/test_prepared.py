@@ -1,0 +1,450 @@
+"""What is kept for attention calls alike: which calls are, that it computes what PyTorch's own way does, and whom it
+obeys."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.kernels.pointwise.oracle import poisoned
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.attention.op import bounds
+from vblackwell.kernels.attention.reference import visible_ST
+from vblackwell.kernels.runtime import tuning
+from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.nn.attention import backends as dispatcher
+from vblackwell.nn.attention import operators
+from vblackwell.nn.attention.backends import BACKENDS, Variant, attention
+
+ON_GPU = pytest.mark.gpu
+BOTTOM_RIGHT = {"causal": True, "bottom_right": True}
+TORCHS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept():
+    dispatcher._prepared.clear()
+    yield
+    dispatcher._prepared.clear()
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """A list that is as long as calls were checked."""
+    found, checked = [], dispatcher._checked
+    monkeypatch.setattr(dispatcher, "_checked", lambda *given: found.append(given) or checked(*given))
+    return found
+
+
+def qkv(heads=4, kv_heads=4, queries=9, keys=9, head=16, device="cpu", dtype=torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, queries, heads, head), (2, keys, kv_heads, head), (2, keys, kv_heads, head))
+    return [torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2) for shape in shapes]
+
+
+def with_gradients(function, tensors) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def masks(queries, keys, device="cpu"):
+    seen = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(5)) > 0.3
+    seen[..., 0] = True  # what rows that see nothing give is asked elsewhere
+    seen = seen.to(device)
+    added = torch.randn(queries, keys, generator=torch.Generator().manual_seed(6)).to(device)
+    return {"boolean": seen, "padding": seen[:, :, :1], "added": added, "transposed": added.T.contiguous().T}
+
+
+@pytest.mark.parametrize("keys", [7, 12, 16])
+@pytest.mark.parametrize("options", [{"window": 3}, {"causal": True}, {"causal": True, "window": 2}], ids=str)
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_bounds_become_what_efficient_reads(keys, options, bottom_right):
+    left, right = bounds(options.get("causal", False), options.get("window"))
+    got = operators._bounds_bias(torch.empty(1, 1, 9, 4), keys, left, right, keys - 9 if bottom_right else 0)
+    seen = visible_ST(9, keys, left, right, bottom_right, torch.device("cpu"))
+    assert seen is not None and torch.equal(got, torch.zeros(9, keys).masked_fill(~seen, -torch.inf))
+    assert got.stride(0) % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "variant"),
+    [(4, 9, Variant()), (4, 9, Variant(causal=True)), (1, 9, Variant(causal=True, scale=0.3)), (2, 7, Variant())],
+    ids=str,
+)
+def test_the_operator_gives_the_bits_of_pytorchs_way_and_of_compiled_code(kv_heads, keys, variant):
+    tensors = qkv(kv_heads=kv_heads, keys=keys)
+
+    def dispatched(q, k, v):
+        return attention(q, k, v, variant, "flash")[0]
+
+    def pytorchs(q, k, v):
+        grouped = kv_heads != 4
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=variant.causal, scale=variant.scale, enable_gqa=grouped
+            )
+
+    expected = with_gradients(pytorchs, tensors)
+    compiled = torch.compile(dispatched, fullgraph=True, backend="aot_eager")
+    for function in (dispatched, compiled, dispatched):
+        for got, wanted in zip(with_gradients(function, tensors), expected, strict=True):
+            assert torch.equal(got, wanted)
+    assert len(dispatcher._prepared) == 1  # nothing of the compiled one
+
+
+def test_masks_on_the_cpu_give_the_bits_of_pytorchs_way():
+    q, k, v = qkv(keys=7)
+    for mask in masks(9, 7).values():
+        got, name = attention(q, k, v, Variant(mask))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            wanted = functional.scaled_dot_product_attention(q, k, v, mask.expand(*mask.shape[:-2], 9, 7))
+        assert name == "flash" and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 16), (7, 21), (2, 1, 7, 21), (2, 4, 1, 21), (2, 1, 7, 1), (21,), (7, 1)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_becomes_what_efficient_reads(shape, dtype):
+    queries, keys = 7, 21 if shape[-1] == 1 else shape[-1]
+    q = torch.empty(2, 4, queries, 8, dtype=torch.bfloat16)
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    mask = mask > 0 if dtype == torch.bool else mask.to(dtype)
+    whole = mask.expand(2, 4, queries, keys)
+    wanted = torch.zeros_like(whole, dtype=q.dtype).masked_fill(~whole, -torch.inf) if dtype == torch.bool else whole
+    with poisoned():
+        bias = operators._bias(mask, q, keys)
+    assert torch.equal(bias.expand(whole.shape), wanted.to(q.dtype)) and bias.dtype == q.dtype
+    assert bias.stride(3) == 1 and not any(step % 16 for step in bias.stride()[:3])
+    assert not torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).isnan().any()  # what pads a row is read
+
+
+def test_a_mask_that_is_as_it_should_be_is_read_as_it_is():
+    q, mask = torch.empty(2, 4, 7, 8), torch.randn(7, 32)
+    assert operators._bias(mask, q, 32).data_ptr() == mask.data_ptr()
+    flat = torch.randn(7 * 32 + 1)
+    assert operators._bias(flat[1:].view(7, 32), q, 32).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
+
+
+def test_every_field_that_matters_makes_another_key():
+    q, k, v = qkv()
+    mask, slopes = torch.ones(9, 9, dtype=torch.bool), torch.ones(4)
+
+    def key(q=q, k=k, v=v, backend="auto", **how):
+        return dispatcher._key(q, k, v, Variant(**how), backend)
+
+    keys = [
+        key(),
+        key(q=q[:, :, :8]),
+        key(q=q[:1], k=k[:1], v=v[:1]),
+        key(k=k[:, :2], v=v[:, :2]),
+        key(k=k[:, :, :8], v=v[:, :, :8]),
+        key(v=v[:, :, :8]),
+        key(q=q.contiguous()),
+        key(k=k.contiguous()),
+        key(v=v.contiguous()),
+        key(q=q.double()),
+        key(k=k.double()),
+        key(v=v.double()),
+        key(q=q.to("meta")),
+        key(k=k.to("meta")),
+        key(v=v.to("meta")),
+        key(q=q.clone().requires_grad_()),
+        key(k=k.clone().requires_grad_()),
+        key(v=v.clone().requires_grad_()),
+        key(backend="flash"),
+        key(causal=True),
+        key(bottom_right=True),
+        key(window=5),
+        key(scale=0.5),
+        key(softcap=2.0),
+        key(dropout=0.1),
+        key(alibi_slopes_N=slopes),
+        key(alibi_slopes_N=slopes[:3]),
+        key(mask=mask),
+        key(mask=mask, causal=True),
+        key(mask=mask, alibi_slopes_N=slopes),
+        key(mask=mask[:1]),
+        key(mask=mask.float()),
+        key(mask=mask.float().requires_grad_()),
+        key(mask=mask.to("meta")),
+        key(mask=torch.ones(9, 12, dtype=torch.bool)[:, :9]),
+    ]
+    with use_backend("attention", "math"):
+        keys.append(key())
+    for switch in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel(switch):
+            keys.append(key())
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        keys.append(key())
+    torch.use_deterministic_algorithms(True)
+    try:
+        keys.append(key())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len({*keys}) == len(keys)
+    learning = q.clone().requires_grad_()
+    with torch.no_grad():
+        assert key(q=learning) == key()
+    assert key(mask=mask) == key(mask=~mask)
+
+
+def test_calls_alike_are_checked_once_and_others_each(checks):
+    q, k, v = qkv()
+    for _ in range(3):
+        attention(q, k, v, Variant(causal=True))
+        attention(q.clone(), k + 1, v)
+    assert len(checks) == 2
+    attention(q.contiguous(), k, v)
+    assert len(checks) == 3
+
+
+def test_what_is_refused_is_refused_again():
+    q, k, v = qkv()
+    attention(q, k, v)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="give .B, N, S, H"):
+            attention(q, k, v[:, :, :5])
+        with pytest.raises(ConfigurationError, match="a dropout of 1"):
+            attention(q, k, v, Variant(dropout=1.0))
+        with pytest.raises(Unsupported, match="a sliding window"):
+            attention(q, k, v, Variant(window=2), "flash")
+    assert len(dispatcher._prepared) == 1
+
+
+def test_no_tensor_is_kept_alive():
+    q, k, v = qkv()
+    mask, slopes = torch.ones(9, 9, dtype=torch.bool), torch.ones(4)
+    attention(q, k, v, Variant(mask, alibi_slopes_N=slopes))
+    dead = [weakref.ref(x) for x in (q, k, v, mask, slopes)]
+    del q, k, v, mask, slopes
+    gc.collect()
+    assert dispatcher._prepared and not any(ref() is not None for ref in dead)
+
+
+def test_the_users_switches_are_obeyed():
+    q, k, v = qkv()
+    assert attention(q, k, v)[1] == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention(q, k, v)[1] == "math"
+        with pytest.raises(Unsupported, match="flash: PyTorch refuses it for these tensors: by sdpa_kernel"):
+            attention(q, k, v, backend="flash")
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        assert attention(q, k, v)[1] == "math"
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    with use_backend("attention", "math"):
+        assert attention(q, k, v)[1] == "math"
+    assert attention(q, k, v)[1] == "flash"
+
+
+def test_a_single_query_at_the_end_sees_everything_the_second_time_too():
+    q, k, v = qkv(queries=1)
+    how = Variant(causal=True, bottom_right=True)
+    for backend in ("flash", "math"):
+        wanted = attention(q, k, v, Variant(), backend)[0]
+        for _ in range(2):
+            assert torch.equal(attention(q, k, v, how, backend)[0], wanted)
+
+
+def test_no_more_is_kept_than_fits(monkeypatch):
+    monkeypatch.setattr(dispatcher, "MAX_PREPARED", 3)
+    for keys in range(1, 9):
+        attention(*qkv(queries=1, keys=keys))
+        assert len(dispatcher._prepared) <= 3
+
+
+def test_new_times_are_chosen_by(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "machine", lambda device: {"gpu": "none"})
+    attention(*qkv())
+    assert dispatcher._prepared
+    tuning.store(dispatcher.KIND, torch.device("cuda", 0), {})
+    assert not dispatcher._prepared
+
+
+def test_nothing_is_kept_of_traces():
+    q, k, v = qkv()
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        assert attention(*fake)[0].shape == q.shape
+    torch.func.grad(lambda x: attention(x, k, v)[0].sum())(q)
+    with torch.autocast("cpu", torch.bfloat16):  # casts what is not bf16 yet
+        assert attention(q, k, v)[0].dtype == torch.bfloat16
+    assert not dispatcher._prepared
+
+
+def test_autocast_leaves_its_own_type_alone():
+    tensors = qkv(dtype=torch.bfloat16)
+    expected = attention(*tensors)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(*tensors)[0], expected)
+
+
+def test_threads_get_their_own_answers():
+    """Calls alike and not alike, each by eight threads: what is kept is shared and never the tensors."""
+    cases = [(qkv(keys=keys), Variant(causal=causal)) for keys in (9, 12) for causal in (False, keys == 9)]
+    expected = [attention(*tensors, how, "math")[0] for tensors, how in cases]
+
+    def work(number):
+        tensors, how = cases[number % len(cases)]
+        got, name = attention(*(x + 0 for x in tensors), how)
+        torch.testing.assert_close(got, expected[number % len(cases)])
+        return name
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(work, range(200))) == {"flash"}
+
+
+def written_out(q, k, v, bias, learns, dropout, causal, *, scale):
+    """What PyTorch's 'efficient' computes, and what it asks of a bias."""
+    assert k.shape == (*q.shape[:2], *k.shape[2:]) and not causal or bias is None
+    if bias is not None:
+        assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype
+        assert bias.stride(3) == 1 and not any(step % 16 for step in bias.stride()[:3])
+    return (BACKENDS["math"].run(q, k, v, Variant(bias, causal, scale=scale, dropout=dropout)),)
+
+
+@pytest.mark.parametrize("kind", ["none", "boolean", "padding", "added", "transposed"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 3}, BOTTOM_RIGHT], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_dot_product_efficient_attention", written_out)
+    tensors = qkv(4, kv_heads, 9, 12)
+    how = Variant(masks(9, 12).get(kind), **options, scale=0.3)
+    request = dispatcher.request_of(*tensors, how)
+    run = operators.operator("efficient", request, how._replace(mask=None))
+    assert run is not None
+    torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))
+
+
+# On a GPU: every operator of PyTorch against sdpa_kernel.
+
+
+def pytorchs_way(name, variant):
+    def function(q, k, v):
+        mask = variant.mask
+        if name == "efficient" and q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        if mask is not None:  # rows that PyTorch can read
+            mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
+        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        with sdpa_kernel(TORCHS[name]):
+            return functional.scaled_dot_product_attention(q, k, v, mask, 0.0, variant.causal, **grouped)
+
+    return function
+
+
+@ON_GPU
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kind", ["none", "causal", "boolean", "padding", "added", "transposed"])
+def test_operators_give_the_bits_of_pytorchs_way(name, kv_heads, kind):
+    if name != "efficient" and kind not in ("none", "causal"):
+        pytest.skip(f"{name} takes no mask")
+    queries, keys = (65, 65) if kind == "causal" else (63, 257)
+    tensors = qkv(4, kv_heads, queries, keys, 64, "cuda", torch.bfloat16)
+    mask = None if kind in ("none", "causal") else masks(queries, keys, "cuda")[kind]
+    variant = Variant(mask, kind == "causal")
+    with torch.no_grad():
+        got, ran = attention(*tensors, variant, name)
+        assert ran == name and torch.equal(got, pytorchs_way(name, variant)(*tensors))
+    mine = with_gradients(lambda q, k, v: attention(q, k, v, variant, name)[0], tensors)
+    theirs = with_gradients(pytorchs_way(name, variant), tensors)
+    assert torch.equal(mine[0], theirs[0])
+    for got, wanted in zip(mine[1:], theirs[1:], strict=True):
+        # Sums of gradients in another order from run to run: some roundings of bf16 to 2^-9.
+        assert (got - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@ON_GPU
+@pytest.mark.parametrize("kind", ["none", "boolean", "padding", "added"])
+@pytest.mark.parametrize("options", [{"window": 20}, BOTTOM_RIGHT, {"causal": True}], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_bounds_on_efficient_are_those_of_the_unfused_one(kind, options, kv_heads):
+    if kind == "none" and "bottom_right" not in options and "window" not in options:
+        pytest.skip("causal alone is PyTorch's own")
+    tensors = qkv(4, kv_heads, 63, 257, 64, "cuda", torch.bfloat16)
+    how = Variant(masks(63, 257, "cuda").get(kind), **options)
+    assert attention(*tensors, how)[1] == "efficient"
+    wide = how if how.mask is None or how.mask.dtype == torch.bool else how._replace(mask=how.mask.double())
+    got = with_gradients(lambda q, k, v: attention(q, k, v, how)[0], tensors)
+    exact = with_gradients(lambda q, k, v: attention(q, k, v, wide, "math")[0], [x.double() for x in tensors])
+    for one, other in zip(got, exact, strict=True):
+        # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
+        assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+@ON_GPU
+def test_rows_that_see_nothing_are_zero_where_efficient_runs():
+    tensors = qkv(4, 4, 63, 257, 64, "cuda", torch.bfloat16)
+    mask = masks(63, 257, "cuda")["boolean"]
+    mask[:, :, 5] = False
+    results = with_gradients(lambda q, k, v: attention(q, k, v, Variant(mask), "efficient")[0], tensors)
+    assert all(x.isfinite().all() for x in results)
+    assert not results[0][:, :, 5].any() and not results[1][:, :, 5].any()
+
+
+@ON_GPU
+def test_small_masks_run_on_efficient_and_large_ones_on_the_own_kernel():
+    for length, name in ((63, "efficient"), (4096, "triton")):
+        q, k, v = qkv(8, 8, length, length, 64, "cuda", torch.bfloat16)
+        assert attention(q, k, v, Variant(masks(length, length, "cuda")["boolean"]))[1] == name
+
+
+@ON_GPU
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's cuDNN"
+)
+@pytest.mark.parametrize("head", [136, 192, 256])
+def test_cudnn_takes_wide_heads_where_torch_lets_it(head):
+    tensors = [x.requires_grad_() for x in qkv(4, 2, 300, 300, head, "cuda", torch.bfloat16)]
+    params = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, True, True)
+    how, takes = Variant(causal=True), torch.backends.cuda.can_use_cudnn_attention(params)
+    assert takes == (not dispatcher.attention_backends(dispatcher.request_of(*tensors, how))["cudnn"])
+    if takes:
+        got = with_gradients(lambda q, k, v: attention(q, k, v, how, "cudnn")[0], tensors)
+        exact = with_gradients(lambda q, k, v: attention(q, k, v, how, "math")[0], [x.double() for x in tensors])
+        for one, other in zip(got, exact, strict=True):
+            # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
+            assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+@ON_GPU
+def test_strides_that_pytorch_refuses_run_elsewhere():
+    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv(4, 4, 64, 64, 64, "cuda", torch.bfloat16))
+    assert attention(q, k, v)[1] == "triton"
+    with pytest.raises(Unsupported, match="cudnn: PyTorch refuses it"):
+        attention(q, k, v, backend="cudnn")
+
+
+@ON_GPU
+def test_a_captured_call_is_a_call_of_its_own():
+    """At 4 GFLOP the host's launches decide outside a graph, the kernels inside, which are first loaded there."""
+    q, k, v = qkv(16, 16, 512, 512, 128, "cuda", torch.bfloat16)
+    how = Variant(masks(512, 512, "cuda")["boolean"])
+    with torch.no_grad():
+        eager, name = attention(q, k, v, how)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured, other = attention(q, k, v, how)
+        graph.replay()
+    assert (name, other) == ("efficient", "triton")
+    assert (eager - captured).norm() <= 1e-2 * eager.norm()  # bf16's roundings to 2^-9
