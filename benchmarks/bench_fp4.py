@@ -5,7 +5,7 @@ replays over 24 layers whose weights exceed the L2 many times, the same count fo
 and number of rows in turns; ratios are to cuBLAS bf16 in the same run. ``--peers``
 adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which
 launches one layer at a time from Python after the L2 was emptied. ``--shapes``, ``--rows`` and ``--seconds`` fit a run
-to the time there is.
+to the time there is. ``--pack`` prints what packing a weight of each of the shapes takes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, plans_of, run_plan
+from benchmarks.lib.kernels.fp4_packing import print_packing
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.fp4_report import print_table, write_rows
 from benchmarks.lib.kernels.graph_timing import Replay, graph_of, turns_us
@@ -277,6 +278,7 @@ def main() -> None:
     add = parser.add_argument
     add("--check", action="store_true")
     add("--bench", action="store_true")
+    add("--pack", action="store_true", help="formats by searches, and straight through")
     add("--peers", default="none", help="all, none, or names like humming,torchao")
     add(
         "--peer-seconds",
@@ -294,6 +296,9 @@ def main() -> None:
     print(cache.machine(torch.device("cuda", 0)))
     if args.check:
         check()
+    if args.pack:
+        for n, k in args.shapes:
+            print_packing(n, k)
     if args.bench:
         try:
             bench(args)
