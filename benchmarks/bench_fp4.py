@@ -2,6 +2,7 @@
 
     python benchmarks/bench_fp4.py --out results.csv        # a list of shapes and rows, on a CUDA GPU
     python benchmarks/bench_fp4.py --random 30 --seed 7     # cases that nobody has tuned for; --skip K goes on after K
+    python benchmarks/bench_fp4.py --pack                   # and what packing takes; --host: what eager calls cost the host
     python benchmarks/bench_fp4.py --start cpu              # replacing 62 linears of 36 M parameters, anywhere
 
 Times are medians of CUDA-graph replays over layers whose weights exceed the L2 many times, as many for every system,
@@ -32,6 +33,7 @@ from torch.nn import functional
 
 from benchmarks.lib.kernels.fp4_draw import Product, case_line, draws, linear_sources, summary
 from benchmarks.lib.kernels.fp4_layers import FORMAT, Source, Tiled, compile_for, error_over_bound, layers_of
+from benchmarks.lib.kernels.fp4_packing import print_packing
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.graph_timing import Replay, graph_of, host_us, turns_us
 from benchmarks.lib.results import RESULTS, append_csv, goal_header, seconds_since_start, tell, told_machine
@@ -278,12 +280,17 @@ def main() -> None:
     add("--peers", default="humming,torchao", help="none, or whose names begin with these")
     add("--peer-seconds", type=float, default=60.0, help="for a peer to make its layers, or to run some rows first")
     add("--host", action="store_true", help="what eager calls cost the host, and nothing else")
+    add("--pack", action="store_true", help="what packing weights takes, by formats and searches, and nothing else")
     add("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
     add("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
     add("--seconds", type=float, default=600.0, help="start no further shape after so many")
     add("--out", type=Path, default=None, help="CSV to append to")
     add("--start", choices=("cpu", "cuda"), help="time the start of a model in two parts there, and nothing else")
     args = parser.parse_args()
+    if args.pack:
+        for n, k in args.shapes:
+            print_packing(n, k)
+        return
     if args.host:
         return host(args)
     raise SystemExit(not (start(args.start) if args.start else bench(args)))

@@ -49,7 +49,7 @@ ORDER: dict[str, dict[str, set[str]]] = {
         "machine": {"errors", "units"},
         "numerics": {"errors", "units"},
         "kernels": GROUND,
-        "memory": GROUND,
+        "memory": GROUND | {"kernels/fp4"},
         "nn": GROUND | {"kernels", "memory"},
         "folders": GROUND | {"memory"},
         "trace": GROUND | {"kernels"},

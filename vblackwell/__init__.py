@@ -15,6 +15,7 @@ _NAMES = {
     ),
     "vblackwell.generate.adapters": ("save_adapter",),
     "vblackwell.generate.causal_lm": ("load_causal_lm", "save_causal_lm"),
+    "vblackwell.kernels.fp4.encode": ("FP4Codec", "quantize", "separate"),
     "vblackwell.machine.facts": ("HardwareDetector",),
     "vblackwell.memory.cache.single": ("CompressedVGPULevel", "VGPULevel"),
     "vblackwell.memory.cache.stack": ("VGPUStack", "create_vgpu_stack"),
@@ -26,9 +27,7 @@ _NAMES = {
     "vblackwell.nn.decoder.block": ("OptimizedTransformerBlock",),
     "vblackwell.nn.linear.fused_fp4": ("FusedFP4Linear",),
     "vblackwell.nn.linear.two_part": ("VBOptimizedLinear", "VirtualBlackwellAdapter", "create_virtual_blackwell"),
-    "vblackwell.numerics.fp4": ("FP4Codec", "quantize"),
     "vblackwell.numerics.packed": ("PackedTensor",),
-    "vblackwell.numerics.separation": ("separate",),
     "vblackwell.offload.api": (
         "VGPUStackLinear", "enable_vgpu_stack_optimization", "model_plan", "offload_of", "release",
     ),
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from vblackwell.errors import *  # noqa: F403 (all of its classes)
     from vblackwell.generate.adapters import save_adapter
     from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+    from vblackwell.kernels.fp4.encode import FP4Codec, quantize, separate
     from vblackwell.machine.facts import HardwareDetector
     from vblackwell.memory.cache.single import CompressedVGPULevel, VGPULevel
     from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
@@ -57,9 +57,7 @@ if TYPE_CHECKING:
     from vblackwell.nn.decoder.block import OptimizedTransformerBlock
     from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
     from vblackwell.nn.linear.two_part import VBOptimizedLinear, VirtualBlackwellAdapter, create_virtual_blackwell
-    from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
-    from vblackwell.numerics.separation import separate
     from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, model_plan, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state

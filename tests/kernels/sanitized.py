@@ -28,8 +28,8 @@ from tests.kernels.pointwise.oracle import DEVICE, normal
 from vblackwell.kernels.attention import launch as attention_launch
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.decode import decode_attention
+from vblackwell.kernels.fp4 import encode, layout, mma_plan, two_part, two_part_round, w4a8
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import layout, mma_plan, two_part, two_part_round, w4a8
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, store_rotated, swiglu, swiglu_linear
@@ -206,12 +206,16 @@ def decoding() -> None:
         decode_attention(q, keys, values, at)
 
 
-@case("encode_triton._encode", "encode_triton._words", "encode_triton._scales")
+@case("encode_triton._encode", "encode_triton._maxima", "tile_triton._words", "tile_triton._scales")
 def encoding() -> None:
-    from vblackwell.kernels.fp4 import encode_triton
-
-    codes, scales = encode_triton.encode(normal(7, 80), 0)
-    encode_triton.tile(codes, scales, 7, 80)
+    w_NK = normal(7, 85)
+    with use_backend("fp4_encode", "triton"), use_backend("fp4_tile", "triton"):
+        for name, search in itertools.product(FORMATS, ("mse", "max")):
+            encode.tiles(encode.quantize(w_NK, name, search))
+        encode.tiles(encode.separate(w_NK))
+    with use_backend("fp4_round_trip", "triton"):
+        for form in FORMATS.values():
+            encode.round_trip(w_NK, form, torch.bfloat16)
 
 
 def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: int, right: int | None) -> Any:

@@ -8,9 +8,11 @@ import torch
 import vblackwell
 from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.kernels.fp4 import encode
+from vblackwell.kernels.fp4.encode import FP4Codec
 from vblackwell.numerics import fp4
 from vblackwell.numerics.formats import FORMATS
-from vblackwell.numerics.fp4 import FP4Codec, joint_tensor_scale, quantize
+from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.packed import PackedTensor, pack_nibbles, unpack_nibbles
 
 ALL = list(FORMATS)
@@ -204,5 +206,8 @@ def test_bad_arguments_are_refused():
 
 def test_public_names():
     assert (
-        vblackwell.FP4Codec is FP4Codec and vblackwell.quantize is quantize and vblackwell.PackedTensor is PackedTensor
+        vblackwell.FP4Codec is FP4Codec
+        and vblackwell.quantize is encode.quantize
+        and vblackwell.separate is encode.separate
+        and vblackwell.PackedTensor is PackedTensor
     )

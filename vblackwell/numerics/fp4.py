@@ -1,4 +1,5 @@
-"""Encoder: a tensor in, a packed tensor out. Pure torch, bit-exact, and the oracle for every faster encoder.
+"""Encoder: a tensor in, a packed tensor out. Pure torch, bit-exact, and the oracle for the kernel on GPUs
+(kernels/fp4/encode.py), whose `quantize` is the public one.
 
 Work goes in tiles, because a layer may be quantised on a GPU with little free memory: all that is allocated, the result
 included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
@@ -6,7 +7,6 @@ included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more th
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,37 +24,8 @@ _GPU_TILE_ELEMENTS = (1 << 12, 1 << 24)
 _TILE_BYTES_PER_ELEMENT = 56  # temporaries of the search and the fp64 rounding together
 _EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
-# (matrix, format, search, floor of log2 of the tensor scale) to codes and block scales; None where it does not do that.
-Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
-
-
-class FP4Codec:
-    """Encodes and decodes one format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
-
-    ``scale_search`` is 'mse' (least squared error) or 'max' (the plain published scale); ``block_size`` for int4 (32,
-    128) and int8 (``None``: the row; or any even number). Raises ConfigurationError for what is not known.
-    """
-
-    def __init__(self, format: str = "nvfp4", scale_search: str = "mse", *, block_size: int | None = None) -> None:
-        self.form = format_named(format, block_size)
-        self.scale_search = check_search(scale_search)
-
-    def encode(self, w: Tensor) -> tuple[Tensor, PackedTensor]:
-        """Codes of a tensor of any shape, and what they are decoded with; raises as ``quantize``."""
-        packed = quantize(w, self.form.name, self.scale_search, block_size=self.form.block_size)
-        return packed.codes, packed
-
-    def decode(self, codes: Tensor, scale: PackedTensor) -> Tensor:
-        """The tensor that ``encode`` packed, in its shape and dtype; ConfigurationError for ``scale`` of another
-        format, CorruptData where codes and scales do not fit.
-        """
-        if scale.form != self.form:
-            given, own = (f"{form.name} (block {form.block_size})" for form in (scale.form, self.form))
-            wrong = f"codes of {given} given to a codec of {own}"
-            raise ConfigurationError(f"{wrong}: decode with FP4Codec({scale.form.name!r})")
-        packed = replace(scale, codes=codes)
-        packed.check()
-        return packed.dequantize()
+# (matrix, format, search, tensor scale, floor of its log2) to codes and block scales, and perhaps fine codes.
+Encoder = Callable[[Tensor, Format, str, Tensor, int], tuple[Tensor, ...]]
 
 
 def quantize(
@@ -64,7 +35,6 @@ def quantize(
     *,
     tensor_scale: Tensor | None = None,
     block_size: int | None = None,
-    workspace_bytes: int | None = None,
     name: str = "tensor",
     encoder: Encoder | None = None,
 ) -> PackedTensor:
@@ -72,10 +42,9 @@ def quantize(
 
     Args:
         tensor: float32, bfloat16 or float16; finite; not empty. Errors call it ``name``.
-        format, scale_search, block_size: as for ``FP4Codec``.
+        format, scale_search, block_size: as for `kernels.fp4.encode.FP4Codec`.
         tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
-        workspace_bytes: GPU memory for temporaries; default: what keeps the whole under 0.35 of the tensor.
-        encoder: of the same bits, asked first (kernels/fp4/encode.py).
+        encoder: another of the same bits.
 
     Raises ConfigurationError for a wrong dtype, no elements, inf or NaN, a tensor scale that does not fit.
     """
@@ -97,9 +66,9 @@ def quantize(
         tensor_scale = tensor_scale.detach().reshape(()).to(w.device)
     n, k = math.prod(w.shape[:-1]), w.shape[-1] if w.ndim else 1
     w_NK = w.reshape(n, k)
-    made = None if encoder is None else encoder(w_NK, form, scale_search, _exponent(tensor_scale, form))
-    codes, block_scales = made or _encode(w_NK, form, scale_search, tensor_scale, workspace_bytes)
-    return PackedTensor(form, tuple(w.shape), w.dtype, codes, block_scales, tensor_scale)
+    exponent = math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
+    codes, block_scales, *fine = (encoder or _encode)(w_NK, form, scale_search, tensor_scale, exponent)
+    return PackedTensor(form, tuple(w.shape), w.dtype, codes, block_scales, tensor_scale, *fine)
 
 
 def joint_tensor_scale(
@@ -143,22 +112,17 @@ def _tensor_scale(amax: Sequence[Tensor], form: Format, scale_search: str) -> Te
     return torch.full_like(largest, 2.0 ** max(-126, exponent - (mantissa == 0.5)))
 
 
-def _exponent(tensor_scale: Tensor, form: Format) -> int:
-    return math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
-
-
 def _encode(
-    w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, workspace_bytes: int | None
+    w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, exponent: int
 ) -> tuple[Tensor, Tensor]:
     (n, k), device = w_NK.shape, w_NK.device
-    block, exponent, budget = form.block_of(k), _exponent(tensor_scale, form), _CPU_TILE_ELEMENTS
+    block, budget = form.block_of(k), _CPU_TILE_ELEMENTS
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
     if device.type != "cpu":
-        if workspace_bytes is None:
-            workspace_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
+        free_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
         low, high = _GPU_TILE_ELEMENTS
-        budget = min(high, max(low, workspace_bytes // _TILE_BYTES_PER_ELEMENT))
+        budget = min(high, max(low, free_bytes // _TILE_BYTES_PER_ELEMENT))
     for rows, columns, coded, blocks in tiles(form, n, k, budget):
         blocks_BE = padded_tile(w_NK[rows, columns], (blocks.stop - blocks.start) * block).reshape(-1, block)
         scales, tile_codes = _encode_blocks(blocks_BE, form, scale_search, tensor_scale, exponent)

@@ -8,8 +8,8 @@ nvfp4 has 126 positive E4M3 scales. Most cannot win (A is the block's largest ma
   up to ``4 A``, from where on every element is zero.
 
 A window around A / 6 is tried on every block, the rest where it is still open: the optimum of the exhaustive search.
-fp32 errors are good to about 1.3e-6; blocks in which two scales come within ``_CLOSE`` are searched again in fp64. In
-``EB`` (element, block) the fixed tree of additions gives every machine the same sums.
+fp32 errors are good to about 1.3e-6; blocks in which two scales come within ``_CLOSE`` are searched again in fp64.
+Every sum has one order (`_total`), so that all machines choose alike. ``B`` blocks, ``E`` elements a block.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,12 @@ from torch import Tensor
 from vblackwell.numerics.formats import E4M3_MAX_CODE, E8M0_MAX_CODE, Format
 from vblackwell.numerics.rounding import e8m0_floor, max_scale, pow2
 
+LANES = 64  # elements that are summed side by side: with more, a GPU's thread spills
 _CLOSE = 4e-6
 _WINDOW = range(-2, 6)  # codes around that of A / 6, tried on every block
 _HALF_EXISTS = 16  # from this E4M3 code on, half the scale is a scale too
 # Fractions of the `max` scale that are tried; half of them for nf4: its table look-up is slow, its optimum flat.
-_FRACTIONS = tuple(1 - step / 50 for step in range(16))  # the plain scale first
+FRACTIONS, PARTS = 16, 50  # 1 - step / PARTS for steps up to FRACTIONS: the plain scale first
 
 
 def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
@@ -37,14 +38,22 @@ def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
         shift = u.view(torch.int64).bitwise_and(0x7FF << 52).clamp_min_(1023 << 52).add_(51 << 52).view(torch.float64)
     decoded = u.add_(shift).sub_(shift).mul_(s_B)
     overflows = None if limit is None else decoded.amax(0) > limit
-    error_EB = decoded.sub_(a_EB).square_()
-    while error_EB.shape[0] > 1:  # a sum in an order that depends on nothing but E
-        half = error_EB.shape[0] // 2
-        rest = error_EB[2 * half :]
-        error_EB = error_EB[:half] + error_EB[half : 2 * half]
-        if rest.shape[0]:
-            error_EB = torch.cat([error_EB, rest])
-    return error_EB[0] if overflows is None else error_EB[0].masked_fill_(overflows, torch.inf)
+    error_B = _total(decoded.sub_(a_EB).square_())
+    return error_B if overflows is None else error_B.masked_fill_(overflows, torch.inf)
+
+
+def _total(error_EB: Tensor) -> Tensor:
+    """Sums over E, in place, in an order that depends on nothing but E: `LANES` at a time, one after the other; then
+    the upper half, of the next power of two, onto the lower."""
+    for start in range(LANES, error_EB.shape[0], LANES):
+        lanes = error_EB[start : start + LANES]
+        error_EB[: lanes.shape[0]].add_(lanes)
+    error_EB = error_EB[:LANES]
+    while (size := error_EB.shape[0]) > 1:
+        half = 1 << ((size - 1).bit_length() - 1)
+        error_EB[: size - half].add_(error_EB[half:])
+        error_EB = error_EB[:half]
+    return error_EB[0]
 
 
 @dataclass
@@ -125,8 +134,8 @@ def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
     """Scales of least squared error among fractions from 0.7 to 1 of the `max` scale: for nf4, int4, int8 (fp64)."""
     amax, one = w_BE.abs().amax(1), torch.ones((), dtype=torch.float64, device=w_BE.device)
     best_scale, best_error = max_scale(amax, one, form), torch.full_like(amax, torch.inf)
-    for fraction in _FRACTIONS[::2] if form.name == "nf4" else _FRACTIONS:
-        scale = max_scale(amax * fraction, one, form)
+    for step in range(0, FRACTIONS, 2 if form.name == "nf4" else 1):
+        scale = max_scale(amax * (1 - step / PARTS), one, form)
         error = _fraction_error(w_BE, scale, form)  # whose temporaries are gone before the next ones are made
         better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
@@ -137,10 +146,10 @@ def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
 def _fraction_error(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
     """Squared error of elements rounded to the nearest value times ``scale``; on a tie both neighbours err the same."""
     scale_B1 = scale_B.to(torch.float64).unsqueeze(1)
-    u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
+    u = w_BE / torch.where(scale_B1 > 0, scale_B1, torch.inf)
     if form.name == "nf4":
         table = torch.tensor(form.values, dtype=torch.float64, device=w_BE.device)
         value = table[torch.bucketize(u, (table[1:] + table[:-1]) / 2, out_int32=True)]
     else:
         value = u.round_().clamp_(-form.max_value, form.max_value)
-    return value.mul_(scale_B1).sub_(w_BE).square_().sum(1)
+    return _total(value.mul_(scale_B1).sub_(w_BE).square_().t())

@@ -24,11 +24,11 @@ from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights, stays_fp32
 from vblackwell.generate.load import load_model, model_on_meta, resolve_model
+from vblackwell.kernels.fp4.encode import quantize, separate
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
 from vblackwell.nn.convert.linears import HEAD, find_linears, head_and, needed_to_initialize, nothing_selected
 from vblackwell.numerics.formats import Format, check_search, format_named
-from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
-from vblackwell.numerics.separation import refine
+from vblackwell.numerics.fp4 import joint_tensor_scale
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.units import MiB, format_bytes
 
@@ -93,7 +93,7 @@ def quantize_folder(
     on_layer: Callable[[PackedLayer, int, int], None] | None = None,
 ) -> QuantizeReport:
     """Packs the linears of a Hugging Face folder into ``out``, which is replaced if this wrote it. ``format``,
-    ``scale_search``, ``block_size``: as for ``numerics.fp4.quantize``; ``pattern``, ``keep``: which linears, as for
+    ``scale_search``, ``block_size``: as for ``vblackwell.quantize``; ``pattern``, ``keep``: which linears, as for
     ``select_linears``, or those that an ``assignment`` puts in nvfp4 or in two parts; ``on_layer`` is called with each
     packed layer, its number and their count.
 
@@ -360,11 +360,11 @@ class _Packer:
 
     def _pack(self, linear: str) -> None:
         weight, report = self._weight(linear), self.report
-        how: dict[str, Any] = {"tensor_scale": self._scales.get(linear), "block_size": self.form.block_size}
-        how |= {"workspace_bytes": 512 * MiB, "name": f"{linear}.weight"}  # nothing else is on the device
-        packed = quantize(weight, self.form.name, self.scale_search, **how)
+        how: dict[str, Any] = {"tensor_scale": self._scales.get(linear), "name": f"{linear}.weight"}
         if linear in report.two_parts:
-            packed = refine(packed, weight)
+            packed = separate(weight, self.scale_search, **how)
+        else:
+            packed = quantize(weight, self.form.name, self.scale_search, block_size=self.form.block_size, **how)
         entries = {f"{linear}.{entry}": tensor for entry, tensor in compressed_tensors.to_entries(packed).items()}
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{compressed_tensors.GLOBAL}", None)  # written already, from the first pass

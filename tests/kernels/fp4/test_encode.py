@@ -1,18 +1,26 @@
-"""nvfp4's encoder and its tiles as kernels: the oracle's bytes, for random weights, ties, zeros and extremes."""
+"""The packing kernels against the oracle, byte for byte, for every format and search: random weights, ties, zeros,
+extremes, short rows; codes, both parts, values rounded straight through, tiles.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
 
-from tests.kernels.pointwise.oracle import DEVICE
-from vblackwell.kernels.fp4.encode import LARGEST_EXPONENT, nvfp4_encoder
+from tests.kernels.pointwise.oracle import DEVICE, poisoned
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.kernels.fp4 import encode, layout
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.linear.packed_linear import tiled
-from vblackwell.numerics.formats import E2M1_VALUES, format_named
-from vblackwell.numerics.fp4 import quantize
+from vblackwell.numerics import fp4, separation
+from vblackwell.numerics.formats import E2M1_VALUES, FORMATS
 from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.round_trip import round_trip
 
+# What overflows or is not a number on purpose, in numpy's words.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in:RuntimeWarning")
 ROWS = 40 if DEVICE == "cuda" else 14  # the interpreter takes a millisecond for a few blocks
 
 
@@ -30,6 +38,17 @@ def grid(rows: int) -> torch.Tensor:
     exact = values[places] * scales * 1.125
     halves = (values[places].abs() + 0.25) * scales
     return torch.cat((exact, halves), 1)
+
+
+def ties(rows: int) -> torch.Tensor:
+    """Rows of 64 whose elements lie half-way between two integers, or two values of nf4, times their scale."""
+    halves = torch.randint(-7, 7, (rows, 64), generator=torch.Generator().manual_seed(11)) + 0.5
+    halves[:, ::32] = 7.0
+    table = torch.tensor(FORMATS["nf4"].values)
+    place = torch.randint(15, (rows, 64), generator=torch.Generator().manual_seed(12))
+    between = (table[place] + table[place + 1]) / 2
+    between[:, 0] = 1.0
+    return torch.cat((halves, between, halves[:, :32] * 127 / 7), 1)
 
 
 def spread(rows: int) -> torch.Tensor:
@@ -52,52 +71,160 @@ CASES = {
     "fp32": lambda: drawn(9, 7 * 16 + 5, seed=7),  # a short last block
     "half": lambda: drawn(ROWS - 7, 64, seed=8).half(),
     "grid": lambda: grid(ROWS + 10),
+    "ties": lambda: ties(ROWS),
     "spread": lambda: spread(ROWS),
     "outliers": lambda: outliers(ROWS),
     "equal": lambda: torch.full((4, 64), 0.3),
+    "zeros": lambda: torch.zeros(3, 70),
     "subnormal": lambda: drawn(8, 32, seed=9) * 1e-39,
+    "smallest": lambda: torch.full((2, 64), -(2.0**-149)),
     "large": lambda: drawn(8, 32, seed=10) * 1e35,
+    "largest": lambda: (drawn(8, 64, seed=13) * 1.3e38).clamp(-3.4e38, 3.4e38),  # decoded values may leave fp32
+    "column": lambda: drawn(37, 1, seed=14),
+    "experts": lambda: drawn(3, 5, 40, seed=15),
+    "transposed": lambda: drawn(70, 5, seed=16).t(),
+    "alone": lambda: torch.tensor(-3.0),
+    "long": lambda: drawn(2, 3 * 128 + 77, seed=17) * torch.linspace(0.1, 3, 461),  # int8 by rows: in several chunks
 }
+SIZES = [("int4", 128), ("int8", 2), ("int8", 48), ("int8", 200)]  # of blocks, other than the default
 
 
+def assert_same(found: PackedTensor, expected: PackedTensor) -> None:
+    assert found.meta() == expected.meta() and found.tensors().keys() == expected.tensors().keys()
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(found.tensors()[name].cpu(), tensor), name
+
+
+def by_kernel(w: torch.Tensor, *how, **options) -> PackedTensor:
+    with use_backend("fp4_encode", "triton"), poisoned():
+        return encode.quantize(w.to(DEVICE), *how, **options)
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("search", ["mse", "max"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_bytes_are_those_of_the_oracle(case):
-    w = CASES[case]().to(DEVICE)
-    expected = quantize(w)
-    called = []
-
-    def encoder(*arguments):
-        with use_backend("nvfp4_encode", "triton"):
-            made = nvfp4_encoder(*arguments)
-        called.append(made)
-        return made
-
-    got = quantize(w, encoder=encoder)
-    assert called[0] is not None
-    assert torch.equal(got.block_scales, expected.block_scales)
-    assert torch.equal(got.codes, expected.codes)
-    assert torch.equal(got.tensor_scale, expected.tensor_scale)
+def test_the_bytes_are_those_of_the_oracle(case, format, search):
+    w = CASES[case]()
+    assert_same(by_kernel(w, format, search), fp4.quantize(w, format, search))
 
 
-def test_what_the_kernel_leaves_to_the_oracle():
+@pytest.mark.parametrize("search", ["mse", "max"])
+@pytest.mark.parametrize(("format", "size"), SIZES)
+def test_blocks_of_other_sizes(format, size, search):
+    w = drawn(3, 461, seed=18)
+    options = {"block_size": size}
+    assert_same(by_kernel(w, format, search, **options), fp4.quantize(w, format, search, **options))
+
+
+@pytest.mark.parametrize(("search", "factor"), [("max", 0.37), ("max", 1e-4), ("mse", 0.5), ("mse", 64.0)])
+def test_a_shared_tensor_scale(search, factor):
+    """Blocks that saturate, and blocks whose scale is zero."""
+    w = outliers(ROWS)
+    scale = fp4.quantize(w, "nvfp4", search).tensor_scale * factor
+    expected = fp4.quantize(w, "nvfp4", search, tensor_scale=scale)
+    assert_same(by_kernel(w, "nvfp4", search, tensor_scale=scale), expected)
+
+
+@pytest.mark.parametrize("search", ["mse", "max"])
+@pytest.mark.parametrize("case", ["bf16", "fp32", "grid", "spread", "outliers", "experts", "largest"])
+def test_both_parts_in_one_pass(case, search):
+    w = CASES[case]()
+    with use_backend("fp4_encode", "triton"):
+        assert_same(encode.separate(w.to(DEVICE), search), separation.separate(w, search))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("experts", "alone")])
+def test_values_are_those_of_the_oracle(case, format):
+    w, form = CASES[case](), FORMATS[format]
+    # The interpreter cuts bf16 off instead of rounding it.
+    for dtype in (torch.float32, torch.float64, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])):
+        with use_backend("fp4_round_trip", "triton"), poisoned():
+            found = encode.round_trip(w.to(DEVICE), form, dtype).cpu()
+        expected = round_trip(w, form, dtype)
+        assert found.dtype == dtype and torch.equal(found, expected)
+        assert torch.equal(found.signbit(), expected.signbit()), "zeros have signs"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_values_are_nan_throughout_where_one_is_not_finite(format, bad):
+    w = drawn(5, 70)
+    w[3, 5] = bad
+    for dtype in (torch.float32, torch.bfloat16):
+        with use_backend("fp4_round_trip", "triton"):
+            assert encode.round_trip(w.to(DEVICE, dtype), FORMATS[format], dtype).isnan().all()
+    with pytest.raises(ConfigurationError, match="1 inf or NaN elements of 350"):
+        by_kernel(w, format)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel is the default")
+def test_on_the_cpu_the_oracle_is_the_faster_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vblackwell.kernels.fp4.encode_triton", None)  # importing it would raise
     w = drawn(2, 32)
-    with use_backend("nvfp4_encode", "triton"):
-        assert nvfp4_encoder(w.to(DEVICE), format_named("nvfp4"), "max", 0) is None
-        assert nvfp4_encoder(w.to(DEVICE), format_named("mxfp4"), "mse", 0) is None
-        assert nvfp4_encoder(w.to(DEVICE), format_named("nvfp4"), "mse", LARGEST_EXPONENT + 1) is None
-    assert nvfp4_encoder(w, format_named("nvfp4"), "mse", 0) is None  # on the CPU the oracle is the faster one
-    assert torch.equal(quantize(w * 1e37, encoder=nvfp4_encoder).codes, quantize(w * 1e37).codes)
+    assert_same(encode.quantize(w), fp4.quantize(w))
+    assert_same(encode.separate(w), separation.separate(w))
+    assert torch.equal(encode.round_trip(w, FORMATS["int4"], w.dtype), round_trip(w, FORMATS["int4"], w.dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_straight_through_rounding_is_two_launches(format):
+    w, form = drawn(300, 1000).cuda(), FORMATS[format]
+    encode.round_trip(w, form, torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        encode.round_trip(w, form, torch.bfloat16)
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sorted(launched) == ["_encode", "_maxima"]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["mse", "max"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_layer(format, search, dtype):
+    """Two million random weights: near ties of errors happen."""
+    w = drawn(1024, 2048, seed=19).mul(0.02).to(dtype)
+    assert_same(encode.quantize(w.cuda(), format, search), fp4.quantize(w, format, search))
+
+
+def placed(packed: PackedTensor, backend: str):
+    with use_backend("fp4_tile", backend):
+        return tiled(packed.to(DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "two-part"])
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (45, 208), (70, 23), (3, 130)])
-def test_tiles_are_those_of_torch(n, k):
-    packed = quantize(drawn(n, k, seed=n) * torch.exp(drawn(n, 1, seed=k) * 4))
-    scales = packed.block_scales.clone()
-    scales.view(-1)[:127] = torch.arange(min(127, scales.numel()), dtype=torch.uint8)  # every scale, zero among them
-    packed = PackedTensor(packed.form, packed.shape, packed.dtype, packed.codes, scales, packed.tensor_scale).to(DEVICE)
-    with use_backend("nvfp4_tile", "torch"):
-        expected = tiled(packed)
-    with use_backend("nvfp4_tile", "triton"):
-        got = tiled(packed)
-    assert got.layout == expected.layout and torch.equal(got.tensor_scale, expected.tensor_scale)
-    assert torch.equal(got.codes, expected.codes) and torch.equal(got.scales, expected.scales)
+def test_tiles_are_those_of_torch(n, k, kind):
+    w = drawn(n, k, seed=n) * torch.exp(drawn(n, 1, seed=k) * (4 if kind != "mxfp4" else 1))
+    w[1], w[2, :23] = 0.0, -0.0  # blocks without a value
+    packed = separation.separate(w) if kind == "two-part" else fp4.quantize(w, kind)
+    if kind == "nvfp4":
+        scales = packed.block_scales.clone()
+        scales.view(-1)[:127] = torch.arange(min(127, scales.numel()), dtype=torch.uint8)  # every scale, zero too
+        packed = PackedTensor(packed.form, packed.shape, packed.dtype, packed.codes, scales, packed.tensor_scale)
+    expected, got = placed(packed, "torch"), placed(packed, "triton")
+    assert got.layout == expected.layout and len(got.tensors()) == len(expected.tensors())
+    for mine, other in zip(got.tensors(), expected.tensors(), strict=True):
+        assert mine.shape == other.shape and mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_tiles_refuse(backend):
+    far = torch.cat([drawn(1, 64), drawn(1, 64) * 2.0**40])
+    with pytest.raises(Unsupported, match="span"):
+        placed(fp4.quantize(far, "mxfp4"), backend)
+    packed = fp4.quantize(drawn(4, 64), "nvfp4")
+    for bad in (0x7F, 0x80):
+        packed.block_scales[0, 0] = bad
+        with pytest.raises(Unsupported, match="NaN|negative"):
+            placed(packed, backend)
+    parts = separation.separate(torch.zeros(2, 64))
+    parts.fine[1, 3] = 0x78
+    with pytest.raises(CorruptData, match="below zero"):
+        placed(parts, backend)
+    layout.check_fine(parts.codes[:1], parts.fine[:1])

@@ -13,14 +13,15 @@ import pytest
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 
 PROGRAM = """
-import json, pathlib, re, subprocess, sys
+import itertools, json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vblackwell.kernels.pointwise import rows_triton
 from vblackwell.kernels.attention import decode_triton as decode_attention_triton
-from vblackwell.kernels.fp4 import encode_triton
+from vblackwell.kernels.fp4 import encode_triton, tile_triton
 from vblackwell.kernels.pointwise import sampling_triton
+from vblackwell.numerics.formats import FORMATS
 
 def rms(width, stages):
     rows, block, warps = rows_triton.tile_of(width)
@@ -47,9 +48,23 @@ def cases(capability):
     yield decode_attention_triton._attend, {"SIZE": size}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
     yield sampling_triton._least_key, {"WORDS": 128256, "LANES": sampling_triton.CUT_LANES}, sampling_triton.CUT_WARPS
-    yield encode_triton._encode, {"BLOCKS": encode_triton.BLOCKS}, 4
-    yield encode_triton._words, {"BLOCK": encode_triton.TILE_BLOCK}, 4
-    yield encode_triton._scales, {"BLOCK": encode_triton.TILE_BLOCK}, 4
+    for name, search, out in PACKING:
+        width = min(encode_triton.LANES, FORMATS[name].block_size or 4096)
+        levels, blocks = width.bit_length() - 1, encode_triton.ELEMENTS // width
+        by = encode_triton.Packing(name, search, levels, blocks, out == "limited")
+        yield encode_triton._encode, {
+            "BY": by, "MAXIMA": encode_triton.MAXIMA,
+            **dict.fromkeys({"codes_ptr", "scales_ptr", "fine_ptr", "values_ptr"} - OUT.get(out, OUT["codes"])),
+            **({} if name == "int8" else {"chunks": 1})}, 4
+    yield encode_triton._maxima, {"BLOCK": encode_triton.MAXIMA_BLOCK}, 8
+    for mx, fine in ((False, False), (True, False), (False, True)):
+        yield tile_triton._words, {"BLOCK": tile_triton.TILE_BLOCK, "MX": mx, "FINE": fine}, 4
+    for mx in (False, True):
+        yield tile_triton._scales, {"BLOCK": tile_triton.TILE_BLOCK, "MX": mx}, 4
+
+OUT = {"codes": {"codes_ptr", "scales_ptr"}, "parts": {"codes_ptr", "scales_ptr", "fine_ptr"}, "values": {"values_ptr"}}
+PACKING = (*itertools.product(FORMATS, ("mse", "max"), ("codes",)), *((name, "max", "values") for name in FORMATS),
+    ("nvfp4", "mse", "parts"), ("nvfp4", "mse", "limited"))
 
 FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr",
     "top_ptr", "mass_ptr", "temperature_ptr")
@@ -58,21 +73,25 @@ STRIDES = {  # of each tensor a tuple
     "_store": (("i32",) * 2,) * 3 + (("i32",) * 3,),
     "_attend": ("i32",) * 3,
 }
-def type_of(name, kernel):
-    if kernel == "_words" and name in ("codes_ptr", "out_ptr"):
+def type_of(name, kernel, values):
+    if kernel in ("_words", "_scales") and name == "codes_ptr" or kernel == "_maxima" and name == "out_ptr":
+        return "*i32"
+    if kernel == "_words" and name in ("words_ptr", "out_ptr"):
         return "*i32"
     if kernel == "_scales" and name == "out_ptr":
         return "*u8"
     if name in ("target_ptr", "position_ptr"):
         return "*i64"
-    if name in ("scales_ptr", "codes_ptr"):
+    if name in ("scales_ptr", "codes_ptr", "fine_ptr"):
         return "*u8"
     if name == "unit_ptr":
-        return "*fp64"
+        return "*i32" if values else "*fp32"
     if name == "least_ptr":
         return "*i32"
     if name == "cuts":
         return "*i32", "*fp32", "*fp32"
+    if name == "shape":
+        return ("i32",) * (4 if kernel == "_encode" else 3)
     if name == "strides":
         return STRIDES[kernel]
     if name.endswith("_ptr"):
@@ -83,9 +102,11 @@ found = []
 every = [(capability, *case) for capability in json.loads(sys.argv[1]) for case in cases(capability)]
 for capability, kernel, constants, warps in every[::int(sys.argv[3])]:
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else type_of(name, kernel.__name__) for name in names}
+    signature = {name: "constexpr" if name in constants else type_of(name, kernel.__name__, "codes_ptr" in constants)
+        for name in names}
     source = ASTSource(kernel, signature, constexprs={(names.index(name),): v for name, v in constants.items()})
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "enable_fp_fusion": kernel is not encode_triton._encode})
     pathlib.Path(sys.argv[2]).write_bytes(compiled.asm["cubin"])
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     command = [tool, "--dump-resource-usage", sys.argv[2]]
@@ -103,6 +124,7 @@ def test_kernels_fit(capabilities, stride, program, tmp_path):
     """Every third for the newest; all, and for 86 with the least shared memory, with what is slow."""
     words = [json.dumps(capabilities), str(tmp_path / "kernel.cubin"), str(stride)]
     found = json.loads(program(PROGRAM, *words, TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
-    assert len(found) == len(range(0, 20 * len(capabilities), stride))
+    assert len(found) == len(range(0, 40 * len(capabilities), stride))
     for capability, kernel, shared_bytes, local_bytes in found:
-        assert shared_bytes <= SHARED_BYTES[capability] and local_bytes == 0, (kernel, shared_bytes, local_bytes)
+        called = 32 if kernel.startswith("_encode") else 0  # fp64 division calls a function, which saves registers
+        assert shared_bytes <= SHARED_BYTES[capability] and local_bytes <= called, (kernel, shared_bytes, local_bytes)

@@ -1,29 +1,95 @@
-"""Triton kernels of encode.py.
+"""Triton kernels of encode.py: all formats and searches are one template, ``_encode``. A program holds a few blocks.
 
-``encode`` finds scales of least squared error and codes in one pass. It tries scales in fp32 first, from the largest
-magnitude over 6 upward and downward as far as numerics/search.py proves that a scale may win. Where two come close, all
-blocks of the program are searched again in fp64, with the additions in the oracle's order and without fused
-multiply-adds: the bits are the oracle's. ``tile`` makes the tiled layout (layout.py) from the canonical one.
+A scale is chosen, and elements are rounded, in fp64 as numerics/ does, and squared errors are added in its order: the
+bits are the oracle's. Nothing may fuse a multiplication with an addition (``enable_fp_fusion``). nvfp4 has so many
+scales that it tries them in fp32 first, from the largest magnitude over 6 upward and downward as far as
+numerics/search.py proves that a scale may win; where two come close, all blocks of the program are searched again in
+fp64.
 """
 # What @triton.jit makes of a function has no type.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.runtime.registry import on_device
+from vblackwell.kernels.runtime.registry import DTYPES, on_device
+from vblackwell.numerics.formats import NF4_VALUES, Format
+from vblackwell.numerics.search import FRACTIONS, LANES, PARTS
 
-BLOCKS = 32  # of a program: with 64 it spills
-TILE_BLOCK = 1024  # words or bytes that a program writes
-# Where bit i of a word comes from, in eight codes as they lie in memory.
-_SOURCES = tl.constexpr(
-    tuple(4 * code + at + i for _, code, at, width in sorted(layout.WORD_FIELDS) for i in range(width))
-)
+ELEMENTS = 512  # of a program at a time: with twice as many nvfp4's search spills
+MAXIMA = 256  # programs that look for the largest magnitude
+MAXIMA_BLOCK = 4096  # elements that one of them reads at a time
 # Wider than the error of a sum in fp32, division and all: what is nearer than this is decided in fp64.
 _CLOSE = tl.constexpr(2e-5)
+_NF4 = tl.constexpr(NF4_VALUES)
+_NF4_BOUNDS = tl.constexpr(tuple((low + high) / 2 for low, high in zip(NF4_VALUES, NF4_VALUES[1:], strict=False)))
+_FRACTIONS, _PARTS = tl.constexpr(FRACTIONS), tl.constexpr(float(PARTS))
+_LARGEST, _SMALLEST = tl.constexpr(torch.finfo(torch.float32).max), tl.constexpr(2.0**-126)
+_WHOLE = tl.constexpr(1.5 * 2.0**52)  # added and taken away again it rounds to an integer, ties to even
+
+
+class Packing(NamedTuple):
+    format: str
+    search: str
+    levels: int  # of a sum: 2^levels elements of a block at a time
+    blocks: int  # of a program
+    limited: bool = False  # whether a scale may be so large that what decodes is not finite
+
+
+@triton.jit
+def _pow2(exponent):
+    """Of an int64 exponent, fp64."""
+    return ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _log2(x):
+    """Its floor, of fp64, int64; a zero's is -1023."""
+    return (x.to(tl.int64, bitcast=True) >> 52) - 1023
+
+
+@triton.jit
+def _to_precision(x, BITS: tl.constexpr, LEAST: tl.constexpr):
+    """As `numerics.rounding.round_to_precision`."""
+    exponent = tl.maximum(_log2(x), LEAST) - (BITS - 1)
+    return ((x * _pow2(-exponent) + _WHOLE) - _WHOLE) * _pow2(exponent)
+
+
+@triton.jit
+def _max_scale(top, unit, FORMAT: tl.constexpr):
+    """The published block scale for the largest magnitude, both fp64; ``unit``: the tensor scale."""
+    if FORMAT == "nvfp4":
+        scale = tl.minimum(_to_precision(top / (unit * 6.0), 4, -6), 448.0)
+    elif FORMAT == "mxfp4":
+        scale = _pow2(tl.minimum(tl.maximum(_log2(top) - 2, -127), 127))
+    elif FORMAT == "int4":
+        scale = _to_precision(top / 7.0, 8, -126)
+    elif FORMAT == "int8":
+        scale = _to_precision(top / 127.0, 24, -126)
+    else:
+        scale = _to_precision(top, 24, -126)
+    return scale
+
+
+@triton.jit
+def _stored(scale, FORMAT: tl.constexpr):
+    """A block scale as it lies in memory; of bf16 the bits."""
+    bits = scale.to(tl.int64, bitcast=True)
+    if FORMAT == "nvfp4":
+        normal = ((bits >> 49) - (1016 << 3)).to(tl.int32)
+        stored = tl.where(scale < 0.015625, (scale * 512.0).to(tl.int32), normal).to(tl.uint8)
+    elif FORMAT == "mxfp4":
+        stored = ((bits >> 52) - 896).to(tl.uint8)
+    elif FORMAT == "int4":
+        stored = (scale.to(tl.float32).to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    else:
+        stored = scale.to(tl.float32)
+    return stored
 
 
 @triton.jit
@@ -34,33 +100,33 @@ def _value(code):
 
 
 @triton.jit
-def _halved(x, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """First half of the columns plus the second."""
-    left, right = tl.split(tl.permute(tl.reshape(x, (BLOCKS, 2, WIDTH // 2)), (0, 2, 1)))
-    return left + right
+def _total(x, LEVELS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The sum of 2^LEVELS columns, in the order of `numerics.search`: the first half plus the second, and so on."""
+    for level in tl.static_range(LEVELS):
+        halves = tl.permute(tl.reshape(x, (BLOCKS, 2, 1 << (LEVELS - level - 1))), (0, 2, 1))
+        left, right = tl.split(tl.reshape(halves, (BLOCKS << (LEVELS - level - 1), 2)))  # in one dimension fewest spill
+        x = left + right
+    return x
 
 
 @triton.jit
-def _error(a, code, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Squared error of magnitudes (BLOCKS, 16) rounded to E2M1 times the scale of the code."""
-    if WIDE:
-        s = _value(code).to(tl.float64)[:, None]
-        u = tl.minimum(a / s, 6.0)
+def _error(a, s, limit, LIMITED: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Squared error of magnitudes (BLOCKS, 2^LEVELS) rounded to E2M1 times ``s``, in the type of both; inf where one
+    passes ``limit``. In fp64 summed in the oracle's order."""
+    s = s[:, None]
+    u = tl.minimum(a / s, 6.0)
+    if a.dtype == tl.float64:
         field = tl.maximum(u.to(tl.int64, bitcast=True) & (0x7FF << 52), 1023 << 52) + (51 << 52)
         shift = field.to(tl.float64, bitcast=True)
     else:
-        s = _value(code)[:, None]
-        u = tl.minimum(a / s, 6.0)
         field = tl.maximum(u.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23) + (22 << 23)
         shift = field.to(tl.float32, bitcast=True)
-    apart = ((u + shift) - shift) * s - a
-    squares = apart * apart
-    if WIDE:
-        squares = _halved(_halved(_halved(squares, 16, BLOCKS), 8, BLOCKS), 4, BLOCKS)
-        squares = tl.reshape(_halved(squares, 2, BLOCKS), (BLOCKS,))
-    else:
-        squares = tl.sum(squares, 1)
-    return squares
+    decoded = ((u + shift) - shift) * s
+    apart = decoded - a
+    error = _total(apart * apart, LEVELS, BLOCKS) if a.dtype == tl.float64 else tl.sum(apart * apart, 1)
+    if LIMITED:
+        error = tl.where(tl.max(decoded, 1) > limit, float("inf"), error)
+    return error
 
 
 @triton.jit
@@ -76,11 +142,13 @@ def _code_of(x, UP: tl.constexpr):
 
 
 @triton.jit
-def _more(a, start, best, error, second, begin, count, step: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
+def _more(
+    a, start, best, error, second, begin, count, limit, STEP: tl.constexpr, LIMITED: tl.constexpr, BLOCKS: tl.constexpr
+):
     """The best code, its error and the least error of another one, after ``count`` more from ``start + begin`` on."""
     for number in range(0, count):
-        code = tl.minimum(tl.maximum(start + (begin + number * step), 1), 126)
-        new_error = _error(a, code, WIDE, BLOCKS)
+        code = tl.minimum(tl.maximum(start + (begin + number * STEP), 1), 126)
+        new_error = _error(a, _value(code).to(a.dtype), limit, LIMITED, 4, BLOCKS)
         better = (new_error < error) | ((new_error == error) & (code < best))
         second = tl.where(code == best, second, tl.minimum(second, tl.where(better, error, new_error)))
         best, error = tl.where(better, code, best), tl.where(better, new_error, error)
@@ -88,102 +156,267 @@ def _more(a, start, best, error, second, begin, count, step: tl.constexpr, WIDE:
 
 
 @triton.jit
-def _encode(w_ptr, codes_ptr, scales_ptr, unit_ptr, k, row_blocks, total, BLOCKS: tl.constexpr):
-    """``unit_ptr``: one over the tensor scale, a power of two, in fp64."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    column = (block % row_blocks)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = (block < total)[:, None] & (column < k)
-    w = tl.load(w_ptr + (block // row_blocks)[:, None] * k + column, inside, other=0.0).to(tl.float32)
-    negative = w.to(tl.int32, bitcast=True) < 0
-    a64 = tl.abs(w).to(tl.float64) * tl.load(unit_ptr)
-    a = a64.to(tl.float32)
+def _best_e4m3(w, unit, LIMITED: tl.constexpr, BLOCKS: tl.constexpr):
+    """The value, fp64, of the E4M3 code of least squared error; ``unit``: the tensor scale, a power of two."""
+    inverse = 1.0 / unit
+    a = (tl.abs(w).to(tl.float64) * inverse).to(tl.float32)
+    limit = (inverse * (_LARGEST if LIMITED else 0.0)).to(tl.float32)
     top = tl.max(a, 1)
     start = _code_of(top / 6, True)
     # Upward: eight codes further the scale has doubled, 3.5 s is above the largest; of the lowest 15 all are tried.
-    best, error = start, _error(a, start, False, BLOCKS)
+    best, error = start, _error(a, _value(start), limit, LIMITED, 4, BLOCKS)
     second = tl.full((BLOCKS,), float("inf"), tl.float32)
     upward = tl.maximum(tl.max(tl.where(start < 16, 16 - start, 0), 0), 9) + 2
-    best, error, second = _more(a, start, best, error, second, -2, upward, 1, False, BLOCKS)
+    best, error, second = _more(a, start, best, error, second, -2, upward, limit, 1, LIMITED, BLOCKS)
     # Downward as long as the largest alone does not err more, by the error so far: a better one only ends it sooner.
     least = _code_of(tl.maximum(top - tl.sqrt(error) * 1.001, 0.0) / 6 * 0.999, False)
     downward = tl.maximum(tl.max(start - 2 - least, 0), 0)
-    best, error, second = _more(a, start, best, error, second, -3, downward, -1, False, BLOCKS)
+    best, error, second = _more(a, start, best, error, second, -3, downward, limit, -1, LIMITED, BLOCKS)
     close = (second <= error * (1 + _CLOSE)) & (error > 0)
     if tl.max(close.to(tl.int32), 0) > 0:
-        a_wide = a.to(tl.float64)
-        exact, least_error = start, _error(a_wide, start, True, BLOCKS)
+        a_wide, wide = a.to(tl.float64), limit.to(tl.float64)
+        exact, least_error = start, _error(a_wide, _value(start).to(tl.float64), wide, LIMITED, 4, BLOCKS)
         next_error = tl.full((BLOCKS,), float("inf"), tl.float64)
         exact, least_error, next_error = _more(
-            a_wide, start, exact, least_error, next_error, -2 - downward, upward + downward, 1, True, BLOCKS
+            a_wide, start, exact, least_error, next_error, -2 - downward, upward + downward, wide, 1, LIMITED, BLOCKS
         )
         best = tl.where(close, exact, best)
-    tl.store(scales_ptr + block, best.to(tl.uint8), block < total)
-    # The codes of magnitudes are the integers of min(2u, u + 2, u/2 + 4), to the nearest, ties to even.
-    u = a64 / _value(best).to(tl.float64)[:, None]
-    position = tl.minimum(tl.minimum(tl.minimum(u * 2, u + 2), u * 0.5 + 4), 7.0)
-    code = ((position + 4503599627370496.0) - 4503599627370496.0).to(tl.int32) | (negative.to(tl.int32) << 3)
-    left, right = tl.split(tl.reshape(code, (BLOCKS, 8, 2)))
-    to = codes_ptr + block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(to, (left | (right << 4)).to(tl.uint8), (block < total)[:, None])
+    return _value(best).to(tl.float64)
 
 
-def encode(w_NK: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
-    """As `encode.nvfp4_encoder`, of two to the power of ``exponent`` as tensor scale."""
+@triton.jit
+def _best_e8m0(w, BLOCKS: tl.constexpr):
+    """The specification's power of two, half or twice of it, whichever errs least."""
+    a = tl.abs(w).to(tl.float64)
+    floor = tl.minimum(tl.maximum(_log2(tl.max(a, 1)) - 2, -127), 127)
+    limit = tl.max(a * 0.0) + _LARGEST
+    best = _pow2(tl.maximum(floor - 1, -127))
+    error = _error(a, best, limit, True, 5, BLOCKS)
+    for step in tl.static_range(2):
+        scale = _pow2(tl.minimum(floor + step, 127))
+        new_error = _error(a, scale, limit, True, 5, BLOCKS)
+        better = new_error < error
+        best, error = tl.where(better, scale, best), tl.where(better, new_error, error)
+    return best
+
+
+@triton.jit
+def _nf4_count(u, AT_MOST: tl.constexpr):
+    """How many boundaries are below fp64 ``u``, or at most it: its code, but for ties."""
+    count = tl.zeros_like(u).to(tl.int32)
+    for i in tl.static_range(15):
+        bound = tl.full((1, 1), _NF4_BOUNDS[i], tl.float64)  # of 25 bits: as a number it would be fp32
+        count += ((u >= bound) if AT_MOST else (u > bound)).to(tl.int32)
+    return count
+
+
+@triton.jit
+def _nf4_value(code):
+    value = tl.where(code > 0, _NF4[1], _NF4[0])
+    for i in tl.static_range(2, 16):
+        value = tl.where(code >= i, _NF4[i], value)
+    return value
+
+
+@triton.jit
+def _load(w_ptr, block, chunk, shape, WIDTH: tl.constexpr):
+    """Elements ``chunk * WIDTH`` and on of each block, fp32; 0 beyond its row or its end; ``shape``: see `_encode`."""
+    k, row_blocks, total, size = shape
+    place = chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
+    column = (block % row_blocks)[:, None] * size + place
+    inside = (block < total)[:, None] & (place < size) & (column < k)
+    return tl.load(w_ptr + (block // row_blocks)[:, None] * k + column, inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quotient(w, scale):
+    """fp64 ``w / scale``, 0 without a scale."""
+    there = scale > 0
+    u = w.to(tl.float64) / tl.where(there, scale, 1.0)[:, None]
+    return tl.where(there[:, None], u, 0.0)
+
+
+@triton.jit
+def _best_fraction(w_ptr, block, top, shape, chunks, BY: tl.constexpr):
+    """The `max` scale of least squared error among those of fractions of the largest magnitude."""
+    FORMAT: tl.constexpr = BY.format
+    BLOCKS: tl.constexpr = BY.blocks
+    LEVELS: tl.constexpr = BY.levels
+    best = _max_scale(top, 1.0, FORMAT)
+    least = tl.full((BLOCKS,), float("inf"), tl.float64)
+    step = tl.zeros((BLOCKS,), tl.float64)
+    for _ in range(0, _FRACTIONS, 2 if FORMAT == "nf4" else 1):
+        scale = _max_scale(top * (1.0 - step / _PARTS), 1.0, FORMAT)
+        errors = tl.zeros((BLOCKS, 1 << LEVELS), tl.float64)
+        for chunk in range(0, chunks):
+            w = _load(w_ptr, block, chunk, shape, 1 << LEVELS)
+            u = _quotient(w, scale)
+            if FORMAT == "nf4":
+                value = _nf4_value(_nf4_count(u, False)).to(tl.float64)
+            else:
+                most: tl.constexpr = 7.0 if FORMAT == "int4" else 127.0
+                value = tl.minimum(tl.maximum((u + _WHOLE) - _WHOLE, -most), most)
+            apart = value * scale[:, None] - w.to(tl.float64)
+            errors += apart * apart
+        error = _total(errors, LEVELS, BLOCKS)
+        better = error < least
+        best, least = tl.where(better, scale, best), tl.where(better, error, least)
+        step += 2.0 if FORMAT == "nf4" else 1.0
+    return best
+
+
+@triton.jit
+def _code(u, FORMAT: tl.constexpr):
+    """int32 codes of elements whose quotient is ``u``, to the nearest, ties to even codes; int8's have a sign."""
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        code = ((tl.minimum(_position(u), 7.0) + _WHOLE) - _WHOLE).to(tl.int32)
+        negative = (u.to(tl.int64, bitcast=True) < 0).to(tl.int32)
+        code |= negative << 3
+    elif FORMAT == "nf4":
+        low = _nf4_count(u, False)
+        code = low + ((_nf4_count(u, True) - low) & low & 1)
+    elif FORMAT == "int4":
+        code = tl.minimum(tl.maximum((u + _WHOLE) - _WHOLE, -7.0), 7.0).to(tl.int32) + 8
+    else:
+        code = tl.minimum(tl.maximum((u + _WHOLE) - _WHOLE, -127.0), 127.0).to(tl.int32)
+    return code
+
+
+@triton.jit
+def _position(u):
+    """In E2M1 codes, of a magnitude: piecewise linear."""
+    u = tl.abs(u)
+    return tl.minimum(tl.minimum(u * 2.0, u + 2.0), u * 0.5 + 4.0)
+
+
+@triton.jit
+def _meaning(code, FORMAT: tl.constexpr):
+    """The value of a code, fp32."""
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        magnitude = code & 7
+        normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+        bits = tl.where(magnitude < 2, magnitude * 0x3F000000, normal) | ((code & 8) << 28)
+        value = bits.to(tl.float32, bitcast=True)
+    elif FORMAT == "nf4":
+        value = _nf4_value(code)
+    elif FORMAT == "int4":
+        value = (code - 8).to(tl.float32)
+    else:
+        value = code.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _joined(codes, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """Two codes a byte, low nibble first."""
+    left, right = tl.split(tl.reshape(codes, (BLOCKS, WIDTH // 2, 2)))
+    return (left | (right << 4)).to(tl.uint8)
+
+
+@triton.jit
+def _encode(
+    w_ptr, codes_ptr, scales_ptr, fine_ptr, values_ptr, unit_ptr, shape, chunks, BY: tl.constexpr, MAXIMA: tl.constexpr
+):
+    """``shape``: elements in a row, its blocks, all blocks, elements in a block, which come in ``chunks``.
+
+    ``unit_ptr``: the tensor scale, fp32; or, for ``values_ptr``, bits of so many magnitudes, the largest among them.
+    """
+    FORMAT: tl.constexpr = BY.format
+    BLOCKS: tl.constexpr = BY.blocks
+    WIDTH: tl.constexpr = 1 << BY.levels
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    if values_ptr is None:
+        unit = tl.load(unit_ptr)
+    else:
+        bits = tl.max(tl.load(unit_ptr + tl.arange(0, MAXIMA)), 0)
+        unit = tl.where(bits < 0x7F800000, 1.0, float("nan"))
+        if FORMAT == "nvfp4":  # rounded to fp32 once: fp64 has more than twice its bits
+            most = (bits.to(tl.float32, bitcast=True).to(tl.float64) / 2688.0).to(tl.float32)
+            unit = tl.where(bits == 0, 1.0, tl.maximum(most, _SMALLEST) * unit)
+    k, row_blocks, total, size = shape
+    unit64 = unit.to(tl.float64)
+    w = _load(w_ptr, block, 0, shape, WIDTH)
+    top = tl.max(tl.abs(w), 1)
+    for chunk in range(1, chunks):
+        top = tl.maximum(top, tl.max(tl.abs(_load(w_ptr, block, chunk, shape, WIDTH)), 1))
+    top64 = top.to(tl.float64)
+    if BY.search == "max":
+        scale = _max_scale(top64, unit64, FORMAT)
+    elif FORMAT == "nvfp4":
+        scale = _best_e4m3(w, unit64, BY.limited, BLOCKS)
+    elif FORMAT == "mxfp4":
+        scale = _best_e8m0(w, BLOCKS)
+    else:
+        scale = _best_fraction(w_ptr, block, top64, shape, chunks, BY)
+    if values_ptr is None:
+        tl.store(scales_ptr + block, _stored(scale, FORMAT), block < total)
+    for chunk in range(0, chunks):
+        w = _load(w_ptr, block, chunk, shape, WIDTH)
+        u = _quotient(w, scale * unit64)
+        code = _code(u, FORMAT)
+        place = chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
+        inside = (block < total)[:, None] & (place < size)
+        if values_ptr is not None:
+            value = (_meaning(code, FORMAT) * scale.to(tl.float32)[:, None]) * unit
+            column = (block % row_blocks)[:, None] * size + place
+            to = values_ptr + (block // row_blocks)[:, None] * k + column
+            tl.store(to, value.to(values_ptr.dtype.element_ty), inside & (column < k))
+        elif FORMAT == "int8":
+            tl.store(codes_ptr + block[:, None] * size + place, code.to(tl.int8), inside)
+        else:
+            to = block[:, None] * (size // 2) + chunk * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+            tl.store(codes_ptr + to, _joined(code, WIDTH, BLOCKS), (block < total)[:, None])
+            if fine_ptr is not None:
+                magnitude = code & 7
+                offset = tl.floor((_position(u) - magnitude.to(tl.float64)) * 16.0 + 0.5)
+                least = tl.where(magnitude == 0, 0, -8)
+                fine = tl.maximum(tl.minimum(offset, 7.0).to(tl.int32), least) + 8
+                tl.store(fine_ptr + to, _joined(fine, WIDTH, BLOCKS), (block < total)[:, None])
+
+
+@triton.jit
+def _maxima(w_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """The largest magnitude that a program meets, as fp32's bits: in their order NaN comes last."""
+    most = tl.zeros((BLOCK,), tl.int32)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(begin, count, tl.num_programs(0).to(tl.int64) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        w = tl.load(w_ptr + at, at < count, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(w).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(out_ptr + tl.program_id(0), tl.max(most, 0))
+
+
+def _launch(w_NK: Tensor, form: Format, search: str, unit: Tensor, limited: bool, *out: Tensor | None) -> None:
     n, k = w_NK.shape
-    row_blocks = -(-k // 16)
-    codes = torch.empty((n, row_blocks * 8), dtype=torch.uint8, device=w_NK.device)
-    scales = torch.empty((n, row_blocks), dtype=torch.uint8, device=w_NK.device)
-    unit = torch.full((1,), 2.0**-exponent, dtype=torch.float64, device=w_NK.device)
-    total = n * row_blocks
-    args = (w_NK.contiguous(), codes, scales, unit, k, row_blocks, total)
+    size = form.block_of(k)
+    row_blocks, width = -(-k // size), min(LANES, max(2, triton.next_power_of_2(size)))
+    by = Packing(form.name, search, width.bit_length() - 1, ELEMENTS // width, limited)
+    shape, chunks = (k, row_blocks, n * row_blocks, size), triton.cdiv(size, width)
+    grid = (triton.cdiv(n * row_blocks, by.blocks),)
+    _encode[grid](w_NK, *out, unit, shape, chunks, by, MAXIMA, num_warps=4, enable_fp_fusion=False)
+
+
+def encode(
+    w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, exponent: int, parts: bool = False
+) -> tuple[Tensor, ...]:
+    """Codes, block scales and, with ``parts``, fine codes of finite weights, as `numerics.fp4.Encoder`."""
+    n, k = w_NK.shape
+    codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=w_NK.device)
+    scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=w_NK.device)
+    fine = torch.empty_like(codes) if parts else None
     with on_device(w_NK):
-        _encode[(triton.cdiv(total, BLOCKS),)](*args, BLOCKS=BLOCKS, num_warps=4, enable_fp_fusion=False)
-    return codes, scales
+        limited = exponent > 115  # what an nvfp4 scale decodes to may leave fp32
+        bits = scales.view(torch.int16) if scales.dtype == torch.bfloat16 else scales
+        _launch(w_NK.contiguous(), form, scale_search, tensor_scale, limited, codes, bits, fine, None)
+    return (codes, scales) if fine is None else (codes, scales, fine)
 
 
-@triton.jit
-def _words(codes_ptr, scales_ptr, out_ptr, n, row_words, steps, total, BLOCK: tl.constexpr):
-    """Words [band][step][h 2][g 8][t 4][r 2][i 2]: row g + 16 h + 8 r, columns 16 t + 8 i and on."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tile, place = at // 256, (at % 256).to(tl.int32)
-    row = tile // steps * 32 + (place >> 7) * 16 + ((place >> 1) & 1) * 8 + ((place >> 4) & 7)
-    word = (tile % steps) * 8 + ((place >> 2) & 3) * 2 + (place & 1)
-    inside = (at < total) & (row < n) & (word < row_words)
-    codes = tl.load(codes_ptr + row * row_words + word, inside, other=0)
-    scale = tl.load(scales_ptr + row * (row_words // 2) + word // 2, inside, other=0)
-    moved = tl.zeros((BLOCK,), tl.int32)
-    for bit in tl.static_range(32):
-        moved |= ((codes >> _SOURCES[bit]) & 1) << bit
-    tl.store(out_ptr + at, tl.where(scale == 0, 0, moved), at < total)
-
-
-@triton.jit
-def _scales(scales_ptr, out_ptr, n, row_blocks, steps, total, BLOCK: tl.constexpr):
-    """Bytes [band][step][g 8][t 4][r 4]: row g + 8 r, block t of the step; E4M3 as E5M3."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tile, place = at // 128, (at % 128).to(tl.int32)
-    row = tile // steps * 32 + (place & 3) * 8 + (place >> 4)
-    block = (tile % steps) * 4 + ((place >> 2) & 3)
-    inside = (at < total) & (row < n) & (block < row_blocks)
-    code = tl.load(scales_ptr + row * row_blocks + block, inside, other=0).to(tl.int32)
-    # A normal value's exponent is biased by 8 more; a subnormal one, m * 2^-9, has the place of its highest bit as
-    # exponent.
-    low = tl.where(code >= 4, 2, tl.where(code >= 2, 1, 0))
-    subnormal = ((6 + low) << 3) | ((code << (3 - low)) & 7)
-    byte = tl.where(code >= 8, code + (8 << 3), tl.where(code == 0, 0, subnormal))
-    tl.store(out_ptr + at, byte.to(tl.uint8), at < total)
-
-
-def tile(codes: Tensor, block_scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Tiled codes and scales of a canonical nvfp4 weight (n, k) whose scales are neither negative nor NaN."""
-    bands, steps = layout.tiles(n, k)
-    out_codes = torch.empty((bands, steps, layout.CODE_BYTES), dtype=torch.uint8, device=codes.device)
-    out_scales = torch.empty((bands, steps, layout.SCALE_BYTES), dtype=torch.uint8, device=codes.device)
-    codes, block_scales = codes.contiguous(), block_scales.contiguous()
-    words, scales = out_codes.numel() // 4, out_scales.numel()
-    word_args = (codes.view(torch.int32), block_scales, out_codes.view(torch.int32), n, codes.shape[1] // 4)
-    scale_args = (block_scales, out_scales, n, block_scales.shape[1])
-    with on_device(codes):
-        _words[(triton.cdiv(words, TILE_BLOCK),)](*word_args, steps, words, BLOCK=TILE_BLOCK)
-        _scales[(triton.cdiv(scales, TILE_BLOCK),)](*scale_args, steps, scales, BLOCK=TILE_BLOCK)
-    return out_codes, out_scales
+def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+    """As `encode.round_trip`, in two launches."""
+    w_NK = w_NK.detach().contiguous()
+    out = torch.empty(w_NK.shape, dtype=dtype if dtype in DTYPES else torch.float32, device=w_NK.device)
+    maxima = torch.empty(MAXIMA, dtype=torch.int32, device=w_NK.device)
+    with on_device(w_NK):
+        _maxima[(MAXIMA,)](w_NK, maxima, w_NK.numel(), BLOCK=MAXIMA_BLOCK, num_warps=8)
+        _launch(w_NK, form, "max", maxima, False, None, None, None, out)
+    return out.to(dtype)

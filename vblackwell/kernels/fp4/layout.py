@@ -36,7 +36,7 @@ from vblackwell.numerics.separation import FINE_ZERO, FORM
 TILE_N, TILE_K = 32, 64
 CODE_BYTES, SCALE_BYTES = TILE_N * TILE_K // 2, TILE_N * TILE_K // 16
 PAIR_ROTATIONS = (0, 10, 13)  # left; pair 3 is gathered by a multiplication
-_E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
+E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
 _SUFFIX = "-tiled"
 _BAND_ELEMENTS = 1 << 20  # or bytes of codes, at a time
 TILED_PARTS = "nvfp4-tiled"  # the tiled layout of a weight in two parts
@@ -146,8 +146,13 @@ def _e5m3(block_scales: Tensor, format: str, top: int) -> tuple[Tensor, int]:
             raise Unsupported("block scales hold negative values: the tiled layout keeps scales without a sign")
         half_bits = block_scales.view(torch.float8_e4m3fn).to(torch.float16).view(torch.int16)
         return (half_bits >> 7).to(torch.uint8), 0
-    field = block_scales.to(torch.int16) - top + _E5M3_TOP
-    return (field.clamp_(0, _E5M3_TOP) << 3).to(torch.uint8), top - 127 - (_E5M3_TOP - 15)
+    field = block_scales.to(torch.int16) - top + E5M3_TOP
+    return (field.clamp_(0, E5M3_TOP) << 3).to(torch.uint8), mxfp4_exponent(top)
+
+
+def mxfp4_exponent(top: int) -> int:
+    """What of an mxfp4 weight's largest E8M0 byte moves into the tensor scale."""
+    return top - 127 - (E5M3_TOP - 15)
 
 
 def live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
@@ -169,8 +174,8 @@ def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int, int]:
         span = max(span, int((high_N - low_N).max()))  # a row without a value has a negative one
     if top < 0:
         return 127, 127, 0
-    if top - low > _E5M3_TOP - _E5M3_BOTTOM:
-        raise Unsupported(f"mxfp4 exponents span 2^{top - low}; the tiled layout holds 2^{_E5M3_TOP - _E5M3_BOTTOM}")
+    if top - low > E5M3_TOP - _E5M3_BOTTOM:
+        raise Unsupported(f"mxfp4 exponents span 2^{top - low}; the tiled layout holds 2^{E5M3_TOP - _E5M3_BOTTOM}")
     return low, top, span
 
 
@@ -222,11 +227,22 @@ def from_tiled(
     return packed, e8m0.to(torch.uint8), torch.ones_like(tensor_scale)
 
 
+def check_fine(codes: Tensor, fine: Tensor) -> None:
+    """Raises CorruptData for a fine code that leaves its coarse code's cell through zero. Waits for the device."""
+    band = max(1, _BAND_ELEMENTS // codes.shape[1])
+    for row in range(0, codes.shape[0], band):
+        code = codes[row : row + band]
+        zero = ~(code | (code >> 1) | (code >> 2))  # bits 0 and 4: whether the low and the high code are
+        if bool((zero & ~(fine[row : row + band] >> 3) & 0x11).any()):
+            raise CorruptData("a fine code lies below zero in the cell of zero: the fine part is another weight's")
+
+
 def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
     """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, in bands of rows to save memory. Raises as
-    `to_tiled`, and CorruptData for a fine code that leaves its coarse code's cell through zero. Waits for the device.
+    `to_tiled` and `check_fine`. Waits for the device.
     """
     check_shapes(FORM.name, n, k, codes.shape, block_scales.shape, fine.shape)
+    check_fine(codes, fine)
     code_shape, scale_shape = shapes(TILED_PARTS, n, k)
     shapes_out = (code_shape, code_shape, scale_shape)
     all_words, all_fine, all_scales = (torch.empty(s, dtype=torch.uint8, device=codes.device) for s in shapes_out)
@@ -234,9 +250,7 @@ def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_sca
     for row in range(0, n, rows):
         part, count = slice(row, row + rows), min(rows, n - row)
         words, scales, _ = to_tiled(codes[part], block_scales[part], tensor_scale, FORM.name, count, k)
-        unpacked, at_zero = unpack_nibbles(fine[part]), unpack_nibbles(codes[part]) & 7 == 0
-        if bool(((unpacked < FINE_ZERO) & at_zero).any()):
-            raise CorruptData("a fine code lies below zero in the cell of zero: the fine part is another weight's")
+        unpacked = unpack_nibbles(fine[part])
         dead = (block_scales[part] == 0).repeat_interleave(16, dim=1)
         fine_words = _to_words(torch.where(dead, FINE_ZERO, unpacked), FINE_FIELDS, count, k, FINE_ZERO)
         bands = slice(row // TILE_N, row // TILE_N + len(words))

@@ -7,10 +7,10 @@ import torch
 import xxhash
 
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey, Unsupported, nearest
+from vblackwell.kernels.fp4.encode import quantize
 from vblackwell.memory.cache.config import LevelConfig, build_level, parse_capacity
 from vblackwell.memory.cache.entry import Layout, layout_of, packed_bytes
 from vblackwell.memory.level import Extent
-from vblackwell.numerics.fp4 import quantize
 
 CODECS = ("lossless", "fp4")
 MIN_SAVING = 1 / 16  # or bytes are held as they are

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import check_known
+from vblackwell.kernels.fp4.encode import quantize
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops
 from vblackwell.nn.linear.packed_linear import PackableLinear, place
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
-from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
 
 

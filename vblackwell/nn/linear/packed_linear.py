@@ -16,21 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
-from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4.encode import nvfp4_encoder, nvfp4_tiles
+from vblackwell.kernels.fp4 import encode, layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.numerics.formats import Format
-from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import separate
-from vblackwell.units import MiB
 
 PARTS = CODES, SCALES, TENSOR_SCALE = ("weight_codes", "weight_scales", "weight_tensor_scale")
 FINE, META = "weight_fine", "weight_meta"
 STATE_NAMES = (*PARTS, META)
 _ENTRIES = {"codes": CODES, "block_scales": SCALES, "tensor_scale": TENSOR_SCALE, "fine": FINE}
-PACKING_BYTES = 256 * MiB  # of a GPU while it packs: with less, a few MiB are seventy tiles of hundreds of launches
 _SHUFFLE_ELEMENTS = 1 << 20
 
 
@@ -54,9 +49,10 @@ class PlacedWeight:
 
 
 def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
-    """``weight`` packed as 'two-part', or in a format, many blocks of it at once; raises as `quantize`."""
-    options: dict[str, Any] = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
-    return separate(weight, **options) if precision == "two-part" else quantize(weight, precision, **options)
+    """``weight`` packed as 'two-part', or in a format; raises as `encode.quantize`."""
+    if precision == "two-part":
+        return encode.separate(weight, name=name)
+    return encode.quantize(weight, precision, name=name)
 
 
 def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
@@ -74,12 +70,12 @@ def tiled(packed: PackedTensor) -> PlacedWeight:
     go in bands, because shuffling takes several bytes a weight; those of mxfp4 share the exponent of the scale.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
+    if (tensors := encode.tiles(packed)) is not None:
+        return PlacedWeight(name, *tensors)
     if packed.fine is not None:
         parts = (packed.codes, packed.fine, packed.block_scales, packed.tensor_scale)
         codes, fine, scales, tensor_scale = layout.parts_to_tiled(*parts, n, k)
         return PlacedWeight(layout.TILED_PARTS, codes, scales, tensor_scale, fine)
-    if (tensors := nvfp4_tiles(packed)) is not None:
-        return PlacedWeight(name, *tensors, packed.tensor_scale)
     band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
     top = layout.live_exponents(packed.codes, packed.block_scales)[1] if packed.format == "mxfp4" else None
     codes, scales = (packed.codes.new_empty(shape) for shape in layout.shapes(name, n, k))

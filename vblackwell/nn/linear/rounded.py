@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from vblackwell.kernels.fp4.encode import round_trip
 from vblackwell.kernels.pointwise.linears import linears_dx
 from vblackwell.kernels.pointwise.rows import kernels
 from vblackwell.kernels.runtime.registry import register_op
 from vblackwell.numerics.formats import format_named
-from vblackwell.numerics.round_trip import round_trip
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
