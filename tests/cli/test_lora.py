@@ -72,6 +72,7 @@ def test_what_does_not_belong_together_is_refused(place, folders):  # noqa: F811
     refused(place, [*train, "--use-fp4", "--fp4-layers", "nothing"], "'nothing' selects no linear")
     refused(place, [*train, "--fp4-layers", "mlp"], "--fp4-layers", "--use-fp4")
     refused(place, [*train, "--fp8-activations"], "--fp8-activations", "add --lora and --use-fp4")
+    refused(place, [*train, "--use-fp4", "--fp8-activations"], "a forward has 64 tokens", "--batch-size")
     place.vb(*train)
     shutil.rmtree(place.folder / "run/final")
     shutil.rmtree(place.folder / "run/checkpoints/step-00000004")

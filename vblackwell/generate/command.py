@@ -127,8 +127,6 @@ def generate_command(
     check_architecture(folder)
     if where.fp8_activations:
         check_device(torch.device(device), "--fp8-activations", stored_dtype(folder))
-        packed = "linears are packed to mxfp4, and " if where.use_fp4 else ""
-        print(f"vb: --fp8-activations: {packed}{SUMMARY}", file=sys.stderr)
     tokenizer = read_tokenizer(folder)
     check_tokenizer(folder, tokenizer)
     settings = folder / GENERATION
@@ -152,6 +150,9 @@ def generate_command(
         alone = prompts is None
         rows = None if alone else min(batch_size, len(texts))
         opened = where.open(folder, device, rows, max(lengths) + max_new_tokens, cleanup)
+        if where.fp8_activations:
+            packed = "linears are packed to mxfp4, and " if where.use_fp4 else ""
+            print(f"vb: --fp8-activations: {packed}{SUMMARY}", file=sys.stderr)
         options: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
         options["on_token"] = show if alone else None
         for start in range(0, len(texts), batch_size):

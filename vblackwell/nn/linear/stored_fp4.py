@@ -61,7 +61,8 @@ class StoredFP4Linear(PackedLinear):
         """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
         held = {name: getattr(self, name) for name in self.parts} if parts is None else parts
         views = {name: held[name].view(kind).view(shape) for name, (shape, kind) in self._views.items()}
-        return PlacedWeight(self.layout, *(views[name] for name in PARTS), views.get(FINE), views.get(ROW_TOP))
+        codes, scales, tensor_scale = (views[name] for name in PARTS)
+        return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE), views.get(ROW_TOP))
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
