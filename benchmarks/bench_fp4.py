@@ -2,7 +2,7 @@
 
     python benchmarks/bench_fp4.py --out results.csv        # a list of shapes and rows, on a CUDA GPU
     python benchmarks/bench_fp4.py --random 30 --seed 7     # cases that nobody has tuned for; --skip K goes on after K
-    python benchmarks/bench_fp4.py --pack                   # and what packing takes; --host: what eager calls cost the host
+    python benchmarks/bench_fp4.py --pack                   # what packing takes; --host: what calls cost the host
     python benchmarks/bench_fp4.py --start cpu              # replacing 62 linears of 36 M parameters, anywhere
 
 Times are medians of CUDA-graph replays over layers whose weights exceed the L2 many times, as many for every system,

@@ -228,6 +228,8 @@ def _generate_flags(parser: Any) -> None:
     add("--disk-path", type=str, help="Folder of the disk level.")
     add("--adapter", type=str, help="Folder of a LoRA adapter for the model, of vb train or of peft.")
     _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
+    rounds = "Round what many rows (897 and more) of packed linears take to FP8: faster prompts, other numbers."
+    _add_switch(parser, "--fp8-activations", f"{rounds} For mxfp4, to which --use-fp4 then packs.")
     add("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
     add("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone in addition.")
     add("--assignment", type=str, help="File with a precision for each linear, as of vb quantize.")
@@ -254,6 +256,7 @@ def _quantize_flags(parser: Any) -> None:
     add("--budget", type=float, help=budget)
     add("--max-bits", type=float, help="The same for at most this many bits a weight, between 4.5 and 16.")
     add("--calibration", type=str, help="Text to measure on; default: the standard library's sources.")
+    _add_switch(parser, "--fp8-activations", "Measure the loss of mxfp4, and of vb generate --fp8-activations on it.")
 
 
 def _estimate_flags(parser: Any) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.cli.test_bad_input import refused
 from tests.cli.test_folders import RUN, folders, metrics, words  # noqa: F401 - a fixture
+from vblackwell.train.runfolder import read_stored_config
 
 # peft asks for it
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -26,15 +27,19 @@ def loss_of(model, ids: torch.Tensor) -> float:
         return float(model.eval()(input_ids=ids, labels=ids).loss)
 
 
-@pytest.mark.parametrize(("kind", "fp4"), [("llama", True)])
-def test_adapters_are_trained(kind, fp4, place, folders):  # noqa: F811
+@pytest.mark.parametrize(("kind", "fp4", "fp8"), [("llama", True, False), ("llama", True, True)])
+def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
     """Streamed; checkpoints hold adapters alone; a resumed run ends with the same bytes; both folders open."""
     folder = folders(kind)
     levels = ["--placement", "streamed", "--fast-memory", "1MiB", "--host-memory", "1MiB", "--disk-memory", "16MiB"]
     lora = ["--lora", "4,alpha=16", *(["--use-fp4"] if fp4 else [])]
+    lora += ["--fp8-activations", "--batch-size", "64"] if fp8 else []  # 1,024 rows
     output = place.vb(*words(place, folder, *RUN, *FAST, *levels, *lora)).stdout
-    assert "--lora: rank 4, scale 4, around" in output and ("packed to nvfp4 in" in output) == fp4
+    form = "mxfp4" if fp8 else "nvfp4"
+    assert "--lora: rank 4, scale 4, around" in output and (f"packed to {form} in" in output) == fp4
+    assert ("--fp8-activations: of the packed base, inputs of 897 rows" in output) == fp8
     run = place.folder / "run"
+    assert read_stored_config(run)["fp8_activations"] == fp8
     lines = metrics(run)
     assert lines[-1]["val_loss"] < lines[0]["val_loss"]
     ids = torch.arange(30).view(2, 15) + 60
@@ -53,6 +58,8 @@ def test_adapters_are_trained(kind, fp4, place, folders):  # noqa: F811
     whole = {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")}
     shutil.rmtree(run / "final")
     shutil.rmtree(checkpoint)
+    other = f"--{'no-' * fp8}fp8-activations"
+    refused(place, ["train", "--out", "run", "--resume", other], f"--fp8-activations is {not fp8}, the run was started")
     assert "resumed from" in place.vb("train", "--out", "run", "--resume").stdout
     assert {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")} == whole
 
@@ -64,6 +71,8 @@ def test_what_does_not_belong_together_is_refused(place, folders):  # noqa: F811
     refused(place, [*train[:-1], "4,targets=c_attn"], "targets=c_attn", "Qwen3ForCausalLM", "q_proj")
     refused(place, [*train, "--use-fp4", "--fp4-layers", "nothing"], "'nothing' selects no linear")
     refused(place, [*train, "--fp4-layers", "mlp"], "--fp4-layers", "--use-fp4")
+    refused(place, [*train, "--fp8-activations"], "--fp8-activations", "add --lora and --use-fp4")
+    refused(place, [*train, "--use-fp4", "--fp8-activations"], "a forward has 64 tokens", "--batch-size")
     place.vb(*train)
     shutil.rmtree(place.folder / "run/final")
     shutil.rmtree(place.folder / "run/checkpoints/step-00000004")

@@ -16,6 +16,7 @@ from vblackwell.generate.load import open_streamed
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.steps import level0_for
 from vblackwell.generate.streamed_step import reasons_against
+from vblackwell.kernels.fp4 import w4a8
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
@@ -50,20 +51,23 @@ def stack_on(device: str) -> VGPUStack:
     return VGPUStack({"levels": levels})
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_training_over_fp4_is_that_of_the_cpu(recompute, folder, tmp_path):
-    losses = {}
+@pytest.mark.parametrize(("recompute", "fp8"), [(False, False), (True, False), (True, True)])
+def test_training_over_fp4_is_that_of_the_cpu(recompute, fp8, folder, tmp_path):
+    if fp8 and torch.cuda.get_device_capability() < w4a8.FP8_CAPABILITY:
+        pytest.skip("no FP8 tensor cores")
+    losses, rows = {}, IDS.repeat(8 if fp8 else 1, 1)  # of 1,024 tokens, or 128
+    assert (rows.numel() >= w4a8.MIN_ROWS) == fp8
     for device in ("arena", "cuda:0"):
         stack = stack_on(device)
         dtype = None if device == "arena" else torch.bfloat16
-        model = load_causal_lm(
-            folder, stack, lora=Lora(8, alpha=32), fp4="nvfp4", placement="streamed", compute_dtype=dtype
-        )
+        how = {"fp4": "mxfp4" if fp8 else "nvfp4", "w4a8": fp8, "placement": "streamed", "compute_dtype": dtype}
+        model = load_causal_lm(folder, stack, lora=Lora(8, alpha=32), **how)
         packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
-        assert len(packed) == 42 and all(module.layout.endswith("-tiled") == (device != "arena") for module in packed)
+        tiled = fp8 or device != "arena"
+        assert len(packed) == 42 and all(module.layout.endswith("-tiled") == tiled for module in packed)
         if recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        optimizer, ids = VGPUAdamW(trained(model), lr=5e-3, update_in_backward=True), IDS.to(stack.level0_device)
+        optimizer, ids = VGPUAdamW(trained(model), lr=5e-3, update_in_backward=True), rows.to(stack.level0_device)
         found = losses.setdefault(device, [])
         for _ in range(20):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -71,7 +75,8 @@ def test_training_over_fp4_is_that_of_the_cpu(recompute, folder, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.detach().item())
-    # bf16 against fp32: 8 bits of mantissa through six layers; the first loss sees no update, the last one twenty.
+    # bf16 against fp32: 8 bits of mantissa through six layers; the first loss sees no update, the last one twenty. With
+    # FP8 both round inputs, which bf16 has moved by less than a step of E4M3.
     assert losses["cuda:0"][0] == pytest.approx(losses["arena"][0], rel=0.01)
     assert losses["cuda:0"][-1] < 0.5 * losses["cuda:0"][0]
     save_adapter(model, tmp_path / "adapter")

@@ -17,7 +17,7 @@ from vblackwell.folders.folder import GENERATION, copy_tokenizer, find_folder, r
 from vblackwell.folders.tensor_file import TensorSpec, spec_of
 from vblackwell.folders.weights import build_on_meta
 from vblackwell.generate.adapters import adapt, adapted, read_lora, whole_tensors
-from vblackwell.generate.quantized import PackedWeights, Packing, open_folder
+from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, refuse_unpacked
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
@@ -38,6 +38,7 @@ def load_causal_lm(
     fp4: str | None = None,
     fp4_layers: str = "all",
     keep: str | None = None,
+    w4a8: bool = False,
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -56,15 +57,17 @@ def load_causal_lm(
             `save_causal_lm` the model with them merged); or go on from, or use, those in the folder ``adapter``.
         fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
             keep: which linears, as for `convert`.
+        w4a8: products of many rows with packed linears, which are mxfp4, round their inputs to FP8 (docs/numerics.md).
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
         placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``states`` and so on;
             ``accelerate`` is False unless it is given.
 
     Raises:
         ConfigurationError: no such folder, or the id cannot be had; no causal model; fp4 without lora; an adapter for
-            another base.
+            another base; w4a8 of linears that it does not take.
         FolderMismatch, CorruptData: tensors are missing, too many, or of another shape, all named; a damaged file.
-        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind.
+        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind;
+            w4a8 on a GPU without FP8, or of blocks too far apart.
         InsufficientMemory: the levels cannot hold the model.
     """
     if adapter is not None:
@@ -76,6 +79,8 @@ def load_causal_lm(
             "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
         )
     folder = find_folder(model, revision)
+    if w4a8 and fp4 is None:
+        refuse_unpacked(folder)
     if not trainable and (lora is not None or fp4 is not None) and read_config(folder).get("quantization_config"):
         dropped = "adapters" if lora is not None else "--use-fp4 (fp4=)"
         raise Unsupported(f"{folder} is quantised already: drop {dropped}, or give the folder that it was made of")
@@ -86,13 +91,13 @@ def load_causal_lm(
     with open_folder(made, folder) as weights:
         weights.load_buffers()
         if isinstance(weights, PackedWeights):
-            weights.store_linears(stack.level0_device)
+            weights.store_linears(stack.level0_device, w4a8)
         initialize: Initialize = weights
         if lora is not None or fp4 is not None:
             packing = None if fp4 is None else Packing(fp4, fp4_layers, keep)
             values = None if adapter is None else Path(adapter)
             initialize = adapt(
-                made, weights, lora, packing, stack.level0_device, name=str(model), seed=seed, values=values
+                made, weights, lora, packing, stack.level0_device, name=str(model), seed=seed, values=values, w4a8=w4a8
             )
             if not trainable:
                 made.requires_grad_(False)

@@ -14,12 +14,13 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
-from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
+from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, stored_dtype, tensor_files
 from vblackwell.folders.weights import check_architecture
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
+from vblackwell.kernels.fp4.w4a8 import SUMMARY, check_device
 from vblackwell.machine.device import cap_process
 from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
@@ -32,14 +33,15 @@ from vblackwell.units import parse_bytes
 @dataclass(frozen=True)
 class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
-    disk level; ``use_fp4`` packs linears while loading; folder of an ``adapter``; file of an ``assignment`` of
-    precisions."""
+    disk level; ``use_fp4`` packs linears while loading, with ``fp8_activations`` to mxfp4; folder of an ``adapter``;
+    file of an ``assignment`` of precisions."""
 
     fast_memory: str | None = None
     host_memory: str | None = None
     disk_memory: str | None = None
     disk_path: str | None = None
     use_fp4: bool = False
+    fp8_activations: bool = False
     fp4_layers: str = "all"
     keep: str | None = None
     adapter: str | None = None
@@ -62,18 +64,19 @@ class Places:
     ) -> nn.Module:
         """The model in ``folder`` on ``device``, or in a stack of these sizes, which lasts until ``cleanup``; there for
         several ``rows`` (None: one text), of whose filling transformers' models alone know."""
+        fp4 = ("mxfp4" if self.fp8_activations else "nvfp4") if self.use_fp4 else None
         if rows is None and (not self.streams or self._fits(folder, device)):
             assignment = None if self.assignment is None else Assignment.load(self.assignment)
-            packing = Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
-            return open_resident(folder, device, packing=packing, assignment=assignment)
+            packing = Packing(fp4, self.fp4_layers, self.keep) if fp4 else None
+            return open_resident(folder, device, packing=packing, assignment=assignment, w4a8=self.fp8_activations)
         disk = 0 if self.disk_memory is None and self.disk_path is None else self.disk_memory
         stack = create_vgpu_stack(
             self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
         )
         cleanup.callback(stack.close)
         how: dict[str, Any] = {"fp4_layers": self.fp4_layers, "keep": self.keep, "adapter": self.adapter}
-        fp4 = "nvfp4" if self.use_fp4 else None
-        model = open_streamed(folder, stack, rows=rows or 1, tokens=tokens, fp4=fp4, **how)
+        how |= {"fp4": fp4, "w4a8": self.fp8_activations}
+        model = open_streamed(folder, stack, rows=rows or 1, tokens=tokens, **how)
         engine = offload_of(model)
         if engine is not None:
             cleanup.callback(engine.close)
@@ -122,6 +125,8 @@ def generate_command(
     for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
     check_architecture(folder)
+    if where.fp8_activations:
+        check_device(torch.device(device), "--fp8-activations", stored_dtype(folder))
     tokenizer = read_tokenizer(folder)
     check_tokenizer(folder, tokenizer)
     settings = folder / GENERATION
@@ -145,6 +150,9 @@ def generate_command(
         alone = prompts is None
         rows = None if alone else min(batch_size, len(texts))
         opened = where.open(folder, device, rows, max(lengths) + max_new_tokens, cleanup)
+        if where.fp8_activations:
+            packed = "linears are packed to mxfp4, and " if where.use_fp4 else ""
+            print(f"vb: --fp8-activations: {packed}{SUMMARY}", file=sys.stderr)
         options: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
         options["on_token"] = show if alone else None
         for start in range(0, len(texts), batch_size):

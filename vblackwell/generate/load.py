@@ -14,7 +14,7 @@ from vblackwell.folders.commit import MANIFEST, first_intact, newest_complete, v
 from vblackwell.folders.folder import find_folder, read_config, read_json, stored_dtype
 from vblackwell.folders.weights import build_on_meta, stays_fp32
 from vblackwell.generate.causal_lm import load_causal_lm
-from vblackwell.generate.quantized import PackedWeights, Packing, open_folder
+from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, refuse_unpacked
 from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
@@ -70,11 +70,19 @@ def model_on_meta(folder: Path, dtype: torch.dtype | None = None, *, quantized: 
 
 @torch.no_grad()
 def load_model(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, packing: Packing | None = None
+    folder: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
+    *,
+    w4a8: bool = False,
 ) -> nn.Module:
     """The model in a Hugging Face folder on ``device``, in eval mode; read one tensor after the other. ``dtype``: of
     the weights, None as config.json says, for a ``Decoder`` as stored; linears that are packed there, or that
-    ``packing`` selects, compute from packed weights. Raises as `model_on_meta` and `open_folder`."""
+    ``packing`` selects, compute from packed weights, with ``w4a8`` as of `load_causal_lm`. Raises as `model_on_meta`,
+    `open_folder` and `install_packed`."""
+    if w4a8 and packing is None:
+        refuse_unpacked(folder)
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
         as_stored = dtype is None and isinstance(model, Decoder) and not isinstance(weights, PackedWeights)
@@ -89,13 +97,14 @@ def load_model(
                     wanted = weights.dtype_of("lm_head.weight" if packing is None else name)
                 value = weights.read(name, wanted, device)
                 if packing is not None and leaf == "weight" and owner in chosen:
-                    install_packed(model, owner, pack(value, packing.format, name))
+                    install_packed(model, owner, pack(value, packing.format, name), w4a8)
                     continue
                 made[target] = nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
             for name in weights.linears:
-                install_packed(model, name, weights.packed(name, linear_of(model, name).weight.dtype, device))
+                packed = weights.packed(name, linear_of(model, name).weight.dtype, device)
+                install_packed(model, name, packed, w4a8)
     return model.to(device).eval()
 
 
@@ -105,11 +114,12 @@ def open_resident(
     *,
     packing: Packing | None = None,
     assignment: Assignment | None = None,
+    w4a8: bool = False,
 ) -> nn.Module:
     """A model for writing alone, all of it on ``device``, in eval mode, with packed linears or an ``assignment``'s;
     raises as `load_model`. On a GPU a ``Decoder`` computes projections of one input as one product, and other
     architectures run on fused operators where these compute the same."""
-    model = load_model(folder, device, packing=packing)
+    model = load_model(folder, device, packing=packing, w4a8=w4a8)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
             layer = model.get_submodule(name)

@@ -13,6 +13,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.folders import compressed_tensors
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.weights import FolderWeights
+from vblackwell.kernels.fp4.w4a8 import check_shape
 from vblackwell.nn.convert.linears import linear_of, replace_modules
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.packed import PackedTensor
@@ -32,6 +33,13 @@ def open_folder(model: nn.Module, folder: Path) -> FolderWeights:
     """The weight files of ``folder``, quantised or not, matched with ``model``; raises as `FolderWeights` and
     `PackedWeights`."""
     return (PackedWeights if read_config(folder).get("quantization_config") else FolderWeights)(model, folder)
+
+
+def refuse_unpacked(folder: Path) -> None:
+    """Raises ConfigurationError where ``folder`` has no packed linears, for which alone FP8 activations are."""
+    if not read_config(folder).get("quantization_config"):
+        remedy = "add --use-fp4 (fp4='mxfp4'), or give a folder of vb quantize --format mxfp4"
+        raise ConfigurationError(f"{folder}: --fp8-activations (w4a8) is for packed linears, it has none: {remedy}")
 
 
 class PackedWeights(FolderWeights):
@@ -72,13 +80,16 @@ class PackedWeights(FolderWeights):
         entries = {kind: self._files[f"{linear}.{kind}"].load().to(device) for kind in self._kinds(linear)}
         return compressed_tensors.from_entries(entries, self.form, dtype, linear)
 
-    def store_linears(self, device: torch.device) -> None:
-        """Puts a `StoredFP4Linear` in the place of each packed linear, laid out for the kernels of ``device``."""
+    def store_linears(self, device: torch.device, w4a8: bool = False) -> None:
+        """Puts a `StoredFP4Linear` in the place of each packed linear, laid out for the kernels of ``device``. Raises
+        ConfigurationError where ``w4a8`` does not take one of them."""
         self._device, tiled = device, device.type == "cuda" and self.form.name in ("nvfp4", "mxfp4")
         replacements: dict[nn.Module, nn.Module] = {}
         for name in self.linears:
-            linear = linear_of(self._model, name)
-            replacements[linear] = StoredFP4Linear(linear, self.form, tiled=tiled, fine=name in self._fine)
+            linear, how = linear_of(self._model, name), {"fine": name in self._fine, "w4a8": w4a8}
+            if w4a8:
+                check_shape(self.form.name, linear.out_features, linear.in_features, f"{name}.weight")
+            replacements[linear] = StoredFP4Linear(linear, self.form, tiled=tiled, **how)
         replace_modules(self._model, replacements)
 
     def __call__(self, name: str, out: Tensor) -> None:
@@ -90,6 +101,6 @@ class PackedWeights(FolderWeights):
             return
         linear, owner, _ = stored
         if name not in self._ready:  # the first of its parts
-            parts = linear.bytes_of_packed(self.packed(owner, linear.dtype, self._device))
+            parts = linear.bytes_of_packed(self.packed(owner, linear.dtype, self._device), f"{owner}.weight")
             self._ready |= {f"{owner}.{part}": value for part, value in parts.items()}
         out.copy_(self._ready.pop(name))

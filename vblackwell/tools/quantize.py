@@ -25,7 +25,8 @@ from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights, stays_fp32
 from vblackwell.generate.load import load_model, model_on_meta, resolve_model
 from vblackwell.kernels.fp4.encode import quantize, separate
-from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
+from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device
+from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision, mean_loss
 from vblackwell.nn.convert.linears import HEAD, find_linears, head_and, needed_to_initialize, nothing_selected
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale
@@ -155,9 +156,11 @@ def quantize_command(
     budget: float | None = None,
     max_bits: float | None = None,
     calibration: str | None = None,
+    fp8_activations: bool = False,
 ) -> int:
     """Run ``vb quantize``: a line a layer while it works, then sizes before and after; 0. With ``budget`` or
-    ``max_bits`` it first measures which linears bear nvfp4, and keeps that as ``OUT.assignment.json``.
+    ``max_bits`` it first measures which linears bear nvfp4, and keeps that as ``OUT.assignment.json``; with
+    ``fp8_activations`` it ends with what packing to mxfp4, and FP8 activations in addition, do to the loss.
     """
 
     def say(layer: PackedLayer, number: int, count: int) -> None:
@@ -167,6 +170,12 @@ def quantize_command(
     source, _ = resolve_model(model)
     how: dict[str, Any] = {"pattern": pattern, "keep": head_and(keep), "device": device}
     chosen = None if assignment is None else Assignment.load(assignment)
+    text = None if calibration is None else Path(calibration)
+    if fp8_activations:
+        check_device(torch.device(device), "--fp8-activations")
+        if format != "mxfp4" or chosen is not None:
+            said = "measures folders of mxfp4 alone: add --format mxfp4, or drop it"
+            raise ConfigurationError(f"--fp8-activations {said}")
     if budget is not None or max_bits is not None:
         if chosen is not None:
             raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
@@ -174,7 +183,6 @@ def quantize_command(
             said = "--budget and --max-bits choose between nvfp4 and no packing"
             raise ConfigurationError(f"{said}: drop --format {format}")
         _check_target(source, Path(out))  # as packing will
-        text = None if calibration is None else Path(calibration)
         chosen = calibrate(source, text, budget, max_bits=max_bits, **how)
         rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
         coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
@@ -187,8 +195,9 @@ def quantize_command(
             f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
         )
         chosen.save(path)
-    elif calibration is not None:
-        raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
+    elif calibration is not None and not fp8_activations:
+        raise ConfigurationError("--calibration is for --budget, --max-bits or --fp8-activations: give one of them")
+    batches = calibration_batches(source, text, device, MIN_ROWS) if fp8_activations else []
     report = quantize_folder(
         source, out, format, scale_search, block_size=block_size, assignment=chosen, on_layer=say, **how
     )
@@ -207,6 +216,11 @@ def quantize_command(
         old, new = (str(dtype).removeprefix("torch.") for dtype in (report.dtype_before, report.dtype))
         print(f"all other tensors {old} -> {new}, in which compressed-tensors decodes {format}")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
+    if batches:
+        losses = [mean_loss(load_model(source, device), batches)]
+        losses += [mean_loss(load_model(Path(out), device, w4a8=w4a8), batches) for w4a8 in (False, True)]
+        packed, rounded = (f"{100 * (loss / losses[0] - 1):+.3f} %" for loss in losses[1:])
+        print(f"calibration loss {losses[0]:.4f}, {packed} packed, {rounded} with --fp8-activations too")
     return 0
 
 
@@ -218,6 +232,16 @@ def calibrate(
     through the whole model twice for each linear, in nvfp4 and in two parts. Raises ConfigurationError: no tokenizer,
     too little text, or as `assign_precision`; FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
     """
+    batches = calibration_batches(folder, data, device)
+    model = load_model(folder, device)
+    return assign_precision(model, batches, DEFAULT_BUDGET if budget is None else budget, **options)
+
+
+def calibration_batches(
+    folder: Path, data: Path | None, device: torch.device | str, rows: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets for the model in ``folder`` of the text ``data``, each of ``rows`` tokens at least; raises as
+    `calibrate`."""
     import numpy as np
 
     from vblackwell.data.corpus import PackedDataset, prepare_data
@@ -227,17 +251,17 @@ def calibrate(
     config = read_config(folder)
     limit = next((config[name] for name in LIMITS if isinstance(config.get(name), int)), _SEQ_LENGTH)
     corpus, length = prepare_data(data, folder), min(_SEQ_LENGTH, limit)
-    if len(corpus.tokens) < 2 * (length + 1):
+    size = max(_BATCH, -(-rows // length))
+    needed = (length + 1) * (2 * size if rows else 2)  # some are held out
+    if len(corpus.tokens) < needed:
         raise ConfigurationError(
-            f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {2 * (length + 1)}; give more "
-            "text"
+            f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {needed}; give more text"
         )
     windows = PackedDataset(corpus, length)
-    count = min(_SEQUENCES, len(windows))
-    model = load_model(folder, device)
-    drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
-    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
-    return assign_precision(model, batches, DEFAULT_BUDGET if budget is None else budget, **options)
+    count = min(max(_SEQUENCES, size), len(windows))
+    count -= count % size if rows else 0
+    drawn = [windows.batch(np.arange(start, min(start + size, count))) for start in range(0, count, size)]
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
 
 
 def _planned(

@@ -149,6 +149,10 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: (
         n * k * x.element_size() if rows_of(x) > 128 else 0
     ),
+    # From some rows on both operands in E4M3; fewer as above.
+    "fp4_linear_w4a8": lambda x, *rest: (
+        rest[-1] * max(rest[-2] * x.element_size(), rest[-2] + rows_of(x)) if rows_of(x) > 128 else 0
+    ),
     "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": lambda dy, query, *rest: (

@@ -109,6 +109,9 @@ class TrainConfig:
     assignment: str | None = None
     """File of an assignment of precisions (docs/numerics.md): its linears train straight through nvfp4, or through two
     parts; for the same model alone, and instead of --use-fp4."""
+    fp8_activations: bool = False
+    """With --lora and --use-fp4: products of 897 rows and more with the base round their inputs to FP8, which is faster
+    and changes numbers; gradients pass straight through. The base is packed to mxfp4."""
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
@@ -179,6 +182,9 @@ class TrainConfig:
             raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
         if self.assignment is not None and (self.use_fp4 or self.lora is not None):
             raise ConfigurationError("--assignment says how each linear trains: drop --use-fp4 and --lora")
+        if self.fp8_activations and not (self.lora is not None and self.use_fp4):
+            said = "rounds what a packed base is multiplied by: add --lora and --use-fp4, or drop it"
+            raise ConfigurationError(f"--fp8-activations {said}")
         if self.lora is not None and self.model is None:
             raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
         if self.model is not None and self.architecture:
@@ -296,7 +302,7 @@ FIXED = (
     "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size",
     "accumulation_steps", "seq_length", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay",
     "beta1", "beta2", "epsilon", "max_grad_norm", "seed", "mixed_precision", "precision", "use_fp4", "fp4_layers",
-    "keep", "assignment", "lora", "optimizer_states", "masters",
+    "keep", "assignment", "fp8_activations", "lora", "optimizer_states", "masters",
 )  # fmt: skip
 
 

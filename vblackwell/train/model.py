@@ -22,6 +22,7 @@ from vblackwell.generate.adapters import adapt, adapted
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.generate.load import model_on_meta
 from vblackwell.generate.quantized import Packing
+from vblackwell.kernels.fp4.w4a8 import SUMMARY
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert import training
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
@@ -141,15 +142,16 @@ def _adapt(
 ) -> TrainableModel:
     assert config.lora is not None and config.model is not None
     assert isinstance(found.initialize, FolderWeights)
-    model, given = found.model, Path(config.model)
+    model, given, form = found.model, Path(config.model), "mxfp4" if config.fp8_activations else "nvfp4"
     fill = adapt(
         model,
         found.initialize,
         Lora.parse(config.lora),
-        Packing(layers=config.fp4_layers, keep=config.keep) if config.use_fp4 else None,
+        Packing(form, config.fp4_layers, config.keep) if config.use_fp4 else None,
         device,
         name=str(given.resolve()) if given.is_dir() else config.model,
         seed=config.seed,
+        w4a8=config.fp8_activations,
     )
     made, base = adapted(model), "as it is"
     assert made is not None
@@ -157,12 +159,14 @@ def _adapt(
     if made.packed:
         left = [f"{name} ({reason})" for name, reason in made.packed.items() if reason and ".lora_" not in name]
         packed = list(made.packed.values()).count(None)
-        base = f"packed to nvfp4 in {packed} linears (left: {', '.join(left[:3]) or 'none'})"
+        base = f"packed to {form} in {packed} linears (left: {', '.join(left[:3]) or 'none'})"
     say(
         f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "
         f"frozen, {base}"
     )
+    if config.fp8_activations:
+        say(f"--fp8-activations: of the packed base, {SUMMARY}; gradients are not, and pass straight through")
     return replace(found, initialize=fill)
 
 

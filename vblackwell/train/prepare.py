@@ -17,6 +17,7 @@ from vblackwell.data.corpus import Corpus, Dataset, PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
+from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device
 from vblackwell.machine.device import cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
@@ -73,6 +74,13 @@ def prepare(
     """
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
+    compute_dtype = choose_precision(config.precision, config.mixed_precision, device)
+    if config.fp8_activations:
+        check_device(device, "--fp8-activations", compute_dtype or torch.float32)
+        rows = config.batch_size * config.seq_length
+        if rows < MIN_ROWS and not config.auto_batch_size:
+            said = f"a forward has {rows} tokens, and products of {MIN_ROWS} rows and more alone round their inputs"
+            raise ConfigurationError(f"--fp8-activations: {said}: raise --batch-size or --seq-length, or drop it")
     found = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
         corpus, train, validation = open_data(config, found, progress)
@@ -80,7 +88,6 @@ def prepare(
     torch.manual_seed(config.seed)
     found = convert_linears(config, found or preset_model(config, corpus), device, progress.say)
     model = found.model
-    compute_dtype = choose_precision(config.precision, config.mixed_precision, device)
     computed_in = str(compute_dtype or torch.float32).removeprefix("torch.")
     plan = None
     if config.vgpu_auto or config.auto_batch_size:

@@ -142,7 +142,7 @@ def test_w4a8_costs_the_rounding_of_activations_alone():
     exponents = torch.randint(100, 115, (n, k // 32)).to(torch.uint8)
     tiled = layout.to_tiled(codes, exponents, torch.tensor(1.0), "mxfp4", n, k)
     top = w4a8.row_tops(tiled[1], n, k)
-    x = torch.randn(64, k, requires_grad=True)
+    x = torch.randn(w4a8.MIN_ROWS, k, requires_grad=True)
     y = w4a8.fp4_linear_w4a8(x, *tiled, top, None, "none", n, k)
     q, scale = w4a8.quantize_rows(x.detach())
     assert torch.equal(y, fp4_linear(q.float() * scale, *tiled, None, "mxfp4-tiled", "none", n, k))
@@ -150,7 +150,10 @@ def test_w4a8_costs_the_rounding_of_activations_alone():
     sqnr = 10 * torch.log10(exact.square().sum() / (y - exact).square().sum())
     assert sqnr > 29  # E4M3 keeps 3 bits after the leading one: 31.5 dB on Gaussian rows
     y.sum().backward()
-    assert torch.equal(x.grad, fp4_linear_dx(torch.ones(64, n), *tiled, "mxfp4-tiled", n, k))
+    assert torch.equal(x.grad, fp4_linear_dx(torch.ones_like(y), *tiled, "mxfp4-tiled", n, k))
+    few = x.detach()[1:].view(2, 448, k)
+    wanted = fp4_linear(few, *tiled, None, "mxfp4-tiled", "none", n, k)
+    assert torch.equal(w4a8.fp4_linear_w4a8(few, *tiled, top, None, "none", n, k), wanted)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def test_first_without_a_reason_runs(changes, name):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"m": 896}, "fp8"),
-        ({"m": 897}, "fused"),
+        ({"m": w4a8.MIN_ROWS}, "fused"),
         ({"m": 2048, "n": 28672, "k": 8192}, "fused"),
         ({"m": 2049, "n": 28672, "k": 8192}, "fp8"),
         ({"m": 8192}, "fused"),

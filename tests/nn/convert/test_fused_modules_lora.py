@@ -11,6 +11,7 @@ import transformers
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.generate.causal_lm import load_causal_lm
+from vblackwell.kernels.fp4 import w4a8
 from vblackwell.nn.convert import fused_modules as module
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
 from vblackwell.nn.convert.lora import Lora
@@ -39,15 +40,19 @@ def gradients(model) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: param.grad.clone() for name, param in model.named_parameters() if param.requires_grad}
 
 
-def test_losses_and_gradients_are_those_of_peft(folder, make_stack, monkeypatch):  # noqa: F811
-    model = load_causal_lm(folder, make_stack(8 << 20), lora=Lora(4, alpha=24), fp4="nvfp4", placement="resident")
+@pytest.mark.parametrize(("fp4", "fp8"), [("nvfp4", False), ("mxfp4", True)])
+def test_losses_and_gradients_are_those_of_peft(fp4, fp8, folder, make_stack, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(w4a8, "MIN_ROWS", IDS.numel())
+    packed = {"fp4": fp4, "w4a8": fp8, "placement": "resident"}
+    model = load_causal_lm(folder, make_stack(8 << 20), lora=Lora(4, alpha=24), **packed)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     products = []
-    monkeypatch.setattr(stored_fp4, "fp4_linear", lambda *args: products.append(1) or LINEAR(*args))
+    counted = staticmethod(lambda *args: products.append(1) or PRODUCT(*args))
+    monkeypatch.setattr(stored_fp4._Product, "forward", counted)
     loss, expected = gradients(model)
     report = accelerate_causal_lm(model, loss=False)
     assert len(report.replaced["adapter"]) == 7 * LAYERS
@@ -64,7 +69,7 @@ def test_losses_and_gradients_are_those_of_peft(folder, make_stack, monkeypatch)
     assert gradients(model)[0] == loss and not products
 
 
-LINEAR = stored_fp4.fp4_linear
+PRODUCT = stored_fp4._Product.forward
 
 
 def test_what_is_left_to_peft(folder, make_stack, monkeypatch):  # noqa: F811

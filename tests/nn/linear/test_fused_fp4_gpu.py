@@ -7,6 +7,7 @@ import torch
 
 from tests.sqnr import sqnr
 from vblackwell.errors import Unsupported
+from vblackwell.kernels.fp4.w4a8 import MIN_ROWS
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.round_trip import round_trip
@@ -81,12 +82,17 @@ def skip_without_fp8(state: str) -> None:
         pytest.skip("no FP8 tensor cores")
 
 
+def rows_for(state: str) -> int:
+    """As many as w4a8 rounds."""
+    return MIN_ROWS if state == "w4a8" else 8
+
+
 # torch 2.11 warns of itself when inductor is imported under Python 3.12.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("state", ["plain", "use_fp4", "packed", "w4a8"])
 def test_autocast_one_graph_and_replay(state):
     skip_without_fp8(state)
-    layer, x = layer_in(state), torch.randn(8, 512, device="cuda")
+    layer, x = layer_in(state), torch.randn(rows_for(state), 512, device="cuda")
     # without autocast's cache, whose cast weights a replay would read after they are gone
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
         expected = layer(x)
@@ -124,7 +130,7 @@ def test_a_frozen_base_passes_gradients_in_copies_too(state):
     results = []
     for layer in (base, copy.deepcopy(base), copy.deepcopy(base).cpu().cuda()):
         torch.manual_seed(1)
-        x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        x = torch.randn(rows_for(state), 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
         y = layer(x)
         y.backward(torch.ones_like(y))
         results.append((y, x.grad))
@@ -137,10 +143,14 @@ def test_w4a8_is_the_packed_layer_but_for_rounded_activations():
     skip_without_fp8("w4a8")
     fast, exact = layer_in("w4a8"), layer_in("packed")
     assert torch.equal(fast.packed.dequantize(), exact.packed.dequantize())
-    for rows in (1, 17, 1024):
+    for rows in (1, 17, MIN_ROWS - 1):
         x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(exact(x), fast(x))
+    for rows in (MIN_ROWS, 1024, 2049):
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        assert not torch.equal(exact(x), fast(x))
         assert (
             sqnr(exact(x).float(), fast(x).float()) > 27
         )  # 31 dB of E4M3, less what bf16 and gelu add at small values
     with pytest.raises(Unsupported, match="float32"):
-        fast(torch.randn(2, 512, device="cuda"))
+        fast(torch.randn(MIN_ROWS, 512, device="cuda"))

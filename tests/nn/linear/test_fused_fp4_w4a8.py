@@ -45,7 +45,8 @@ def test_it_is_the_packed_layer_on_rounded_rows(activation):
     plain = FusedFP4Linear(K, N, activation=activation, format="mxfp4")
     plain.load_state_dict(fast.state_dict())
     fast.quantize(), plain.quantize()
-    x = torch.randn(5, 7, K)
+    x = torch.randn(13, 69, K)
+    assert w4a8.MIN_ROWS == 13 * 69 and torch.equal(fast(x[1:]), plain(x[1:]))
     q, scale = w4a8.quantize_rows(x.view(-1, K))
     # the same sums of fp32 products, in another order of calls
     torch.testing.assert_close(fast(x), plain((q.float() * scale).view_as(x)), rtol=1e-5, atol=1e-5)
@@ -54,8 +55,8 @@ def test_it_is_the_packed_layer_on_rounded_rows(activation):
 
 
 def test_gradients_go_straight_through_the_rounding():
-    fast, x = layer().freeze(), torch.randn(3, K, requires_grad=True)
-    dy = torch.randn(3, N)
+    fast, x = layer().freeze(), torch.randn(w4a8.MIN_ROWS, K, requires_grad=True)
+    dy = torch.randn(w4a8.MIN_ROWS, N)
     fast(x).backward(dy)
     torch.testing.assert_close(x.grad, dy @ fast.packed.dequantize(), rtol=1e-5, atol=1e-5)
     assert not any(parameter.requires_grad for parameter in fast.parameters())
@@ -128,7 +129,7 @@ def test_other_formats_and_sizes_are_refused_at_once(options):
 
 
 def test_states_are_those_of_any_mxfp4_layer():
-    fast, x = layer().quantize(), torch.randn(3, K)
+    fast, x = layer().quantize(), torch.randn(w4a8.MIN_ROWS, K)
     plain = FusedFP4Linear(K, N, format="mxfp4").quantize()
     assert list(fast.state_dict()) == list(plain.state_dict())
     fresh = layer()
@@ -142,7 +143,7 @@ def test_states_are_those_of_any_mxfp4_layer():
 
 
 def test_copies_conversions_autocast_and_one_graph():
-    fast, x = layer(activation="silu").quantize(), torch.randn(3, K)
+    fast, x = layer(activation="silu").quantize(), torch.randn(w4a8.MIN_ROWS, K)
     twin = copy.deepcopy(fast)
     assert torch.equal(twin.half().to("cpu").float().packed.dequantize(), fast.packed.dequantize())
     assert torch.equal(twin.weight_row_top, fast.weight_row_top)

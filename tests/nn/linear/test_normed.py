@@ -30,7 +30,7 @@ def fused(monkeypatch):
     op = module.fp4_norm_linear
     monkeypatch.setattr(module, "on_gpu", lambda x: True)
     monkeypatch.setattr(module, "fp4_norm_linear", counted)
-    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: packed_linear.tiled(packed))
+    monkeypatch.setattr(linear_module, "place", lambda packed, w4a8: packed_linear.place(packed, True, w4a8))
     return calls
 
 
@@ -87,9 +87,9 @@ def test_it_stays_apart_where_the_op_would_be_wrong(fused):
     assert fused == []
     with torch.no_grad():
         run(norm, linear, x)
-    assert len(fused) == 1
-    run(norm, build("rms", format="mxfp4", w4a8=True)[1].quantize(), x)
-    assert len(fused) == 1
+        assert len(fused) == 1
+        run(norm, build("rms", format="mxfp4", w4a8=True)[1].quantize(), x)
+    assert len(fused) == 2, "few rows of w4a8 are multiplied as they are"
 
 
 def packed_decoder() -> Decoder:

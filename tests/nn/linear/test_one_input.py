@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from vblackwell.generate.steps import lay_out_for_decoding
+from vblackwell.kernels.fp4 import w4a8
 from vblackwell.nn.decoder import decoder as decoder_module
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear import one_input as module
@@ -98,8 +99,10 @@ def test_what_cannot_lie_together():
     assert joint_packed(pair) is None
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @torch.no_grad()
-def test_a_packed_decoder_is_laid_out():
+def test_a_packed_decoder_is_laid_out(fp8, monkeypatch):
+    monkeypatch.setattr(w4a8, "MIN_ROWS", 12)
     config = DecoderConfig(vocab_size=50, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=2)
     model = decoder_module.Decoder(config)
     attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
@@ -111,11 +114,16 @@ def test_a_packed_decoder_is_laid_out():
         (mlp, "up_proj"),
     ):
         linear = getattr(owner, name)
-        stored = StoredFP4Linear(linear, tiled=True)
+        linear.weight.mul_(8.0 if name in ("k_proj", "up_proj") else 1.0)
+        stored = StoredFP4Linear(linear, "mxfp4" if fp8 else "nvfp4", tiled=True, w4a8=fp8)
         setattr(owner, name, stored.over(stored.bytes_of(linear.weight, name)))
     ids = torch.arange(12)[None]
     expected = model(ids)
     lay_out_for_decoding(model)
     assert joint_packed((attention.q_proj, attention.k_proj, attention.v_proj)) is not None
     assert joint_packed((mlp.gate_proj, mlp.up_proj)) is not None
+    if fp8:  # each rounds its input and multiplies by scales that were moved by powers of two
+        assert torch.equal(model(ids), expected)
+        products = module.joint_product(torch.randn(11, 64), None, (mlp.gate_proj, mlp.up_proj))
+        assert products is not None, "few rows are one product"
     assert torch.allclose(model(ids), expected, rtol=1e-5, atol=1e-5)

@@ -2,10 +2,11 @@
 
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs
 two significant bits, where a row's block exponents span at most 14 (``check_packed``). Activations are rounded to E4M3
-with one scale a row, amax / 448: about 31 dB on Gaussian rows. On Hopper one kernel decodes weights and rounds rows
-while it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many rows of large weights, it is PyTorch's row-scaled
-FP8 matmul, without fast accumulation, of operands written out by one launch (``cuda/fp4_e4m3.cu``). Backward is
-straight through the rounding: dX = dY W. ``M`` rows, ``N`` out features, ``K`` in features. A step is 128 columns.
+with one scale a row, amax / 448: about 31 dB on Gaussian rows. Fewer than ``MIN_ROWS`` rows are multiplied as they are,
+by `fp4_linear`. On Hopper one kernel decodes weights and rounds rows while it multiplies others (``cuda/w4a8.cu``).
+Elsewhere, and for many rows of large weights, it is PyTorch's row-scaled FP8 matmul, without fast accumulation, of
+operands written out by one launch (``cuda/fp4_e4m3.cu``). Backward is straight through the rounding: dX = dY W. ``M``
+rows, ``N`` out features, ``K`` in features. A step is 128 columns.
 """
 
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import layout, reference
 from vblackwell.kernels.fp4.launch import Weight, aligned, like, processors
 from vblackwell.kernels.fp4.linear import (
+    HALVES,
+    LINEAR,
     each_time,
     fp4_linear_dx,
     hopper_reasons,
@@ -38,9 +41,10 @@ MIN_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
 FP8_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
-# By times on an H200 (docs/journal/fp4.md) one kernel is faster from the rows on that have the tiles of 1024; above
-# MAX_ROWS PyTorch's matmul of whole operands is at least as fast, but for small weights.
+# By times on an H200 (docs/journal/fp4.md) w4a8 is faster from the rows on that have the tiles of 1024; above MAX_ROWS
+# PyTorch's matmul of whole operands is at least as fast as one kernel, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
+SUMMARY = f"inputs of {MIN_ROWS} rows and more are rounded to FP8 (E4M3, a scale a row), fewer are not"
 E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
 FILES = (
@@ -71,19 +75,25 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
     """Raises ConfigurationError where a weight of this format and shape (N, K) cannot compute by w4a8."""
     if format != "mxfp4":
-        raise ConfigurationError(f"{name} is {format}: w4a8 takes mxfp4, whose scales are powers of two")
+        remedy = "pack to mxfp4 (vb quantize --format mxfp4), or go without w4a8"
+        raise ConfigurationError(f"{name} is {format}: w4a8 takes mxfp4, whose scales are powers of two: {remedy}")
     if n % MULTIPLE or k % MULTIPLE:
-        raise ConfigurationError(f"{name} is {n} x {k}: w4a8 takes multiples of {MULTIPLE}")
+        remedy = "keep it from being packed (--keep), or go without w4a8"
+        raise ConfigurationError(f"{name} is {n} x {k}: w4a8 takes multiples of {MULTIPLE}: {remedy}")
 
 
-def check_device(device: torch.device, name: str = "the weight") -> None:
-    """Raises Unsupported where ``device`` is a GPU without FP8 tensor cores (before compute capability 8.9)."""
+def check_device(device: torch.device, name: str = "the weight", dtype: torch.dtype | None = None) -> None:
+    """Raises Unsupported where ``device`` is a GPU without FP8 tensor cores (before compute capability 8.9), or one to
+    which activations come in a ``dtype`` that its kernels do not take."""
     found = capability(device)
     if (0, 0) < found < FP8_CAPABILITY:
         raise Unsupported(
             f"{name}: {device} has compute capability {found[0]}.{found[1]}, and w4a8 multiplies on FP8 tensor cores,"
-            " from 8.9 on: use this layer without w4a8"
+            " from 8.9 on: go without w4a8"
         )
+    if found > (0, 0) and dtype is not None and dtype not in HALVES:
+        found_dtype = f"{name}: activations are {dtype}, and w4a8 takes bf16 or fp16 on a GPU"
+        raise Unsupported(f"{found_dtype}: compute in bf16 (vb train --mixed-precision), or go without w4a8")
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
@@ -94,7 +104,8 @@ def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
     _, _, span = layout.live_exponents(packed.codes, packed.block_scales)
     if span > MAX_SPAN:
         raise Unsupported(
-            f"{name}: block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: use this layer without w4a8"
+            f"{name}: block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: keep this layer from being packed"
+            " (--keep), or go without w4a8"
         )
 
 
@@ -218,8 +229,6 @@ def _fused_reasons(request: Request) -> list[str]:
 
 
 def _fused_slower(request: Request) -> list[str]:
-    if request.m < MIN_ROWS:
-        return [f"{request.m} rows are fewer than {MIN_ROWS}, from which on it was timed"]
     if request.m > MAX_ROWS and request.n * request.k > LARGEST_WEIGHT:
         shape = f"{request.n} x {request.k}"
         return [f"above {MAX_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of {shape}"]
@@ -271,8 +280,8 @@ def fp4_linear_w4a8(
     n: int,
     k: int,
 ) -> Tensor:
-    """``activation(x W^T + bias)`` with x (..., K), bf16 or fp16 (fp32 on the CPU), rounded to E4M3 by rows and W of
-    'mxfp4-tiled' tensors and ``row_tops``, exactly; the rest as in ``fp4_linear``.
+    """``activation(x W^T + bias)`` with x (..., K), bf16 or fp16 (fp32 on the CPU), rounded to E4M3 by rows if it has
+    ``MIN_ROWS``, and W of 'mxfp4-tiled' tensors and ``row_tops``, exactly; the rest as in ``fp4_linear``.
 
     Raises:
         ConfigurationError: an input with another number of features.
@@ -281,4 +290,6 @@ def fp4_linear_w4a8(
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
     weight = (codes, block_scales, tensor_scale, row_top)
+    if x_MK.numel() < MIN_ROWS * k:
+        return run_rows("fp4_linear", LINEAR, x_MK, FORMAT, n, k, weight[:3], bias, activation)
     return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, weight, bias, activation)

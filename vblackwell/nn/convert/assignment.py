@@ -144,8 +144,8 @@ def assign_precision(
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in measured.shapes}
 
     def tried(chosen: dict[str, str]) -> Assignment:
-        with torch.no_grad(), _weights_in(linears, chosen), evaluating(model):
-            after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
+        with _weights_in(linears, chosen):
+            after = mean_loss(model, batches)
         return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
 
     if max_bits is not None:
@@ -224,6 +224,13 @@ def _weights_in(linears: Mapping[str, nn.Linear], precisions: Mapping[str, str])
     finally:
         for name, weight in own.items():
             linears[name].weight.data = weight
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, batches: Batches) -> float:
+    """The mean cross entropy of ``batches``, as for `assign_precision`."""
+    with evaluating(model):
+        return _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
 
 
 def _shape(linear: Any) -> Shape:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.fp4.w4a8 import check_packed, check_shape
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
@@ -129,22 +130,28 @@ def replace_linears(model: nn.Module, linears: Mapping[str, nn.Linear], make: Ca
 
 
 def store_linears(
-    model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", *, tiled: bool = False
+    model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", **how: bool
 ) -> dict[str, str | None]:
-    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears. Returns every linear:
-    why it was left, or None; ConfigurationError if nothing is selected.
+    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears; ``how``: its ``tiled``
+    and ``w4a8``. Returns every linear: why it was left, or None; ConfigurationError if nothing is selected, or w4a8
+    does not take one of them.
     """
-    found = find_linears(model, pattern, head_and(keep))
-    make = functools.partial(StoredFP4Linear, format=format, tiled=tiled)
-    replace_linears(model, select_linears(model, pattern, head_and(keep)), make)
+    found, chosen = find_linears(model, pattern, head_and(keep)), select_linears(model, pattern, head_and(keep))
+    for name, linear in chosen.items() if how.get("w4a8") else ():
+        check_shape(format, linear.out_features, linear.in_features, f"{name}.weight")
+    replace_linears(model, chosen, functools.partial(StoredFP4Linear, format=format, **how))
     return found
 
 
-def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> None:
-    """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
-    linear = linear_of(model, name, packed.shape)
+def install_packed(model: nn.Module, name: str, packed: PackedTensor, w4a8: bool = False) -> None:
+    """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`, and
+    with ``w4a8`` `check_packed`."""
+    linear, options = linear_of(model, name, packed.shape), dict[str, Any]()
+    if w4a8:
+        check_packed(packed, f"{name}.weight")
+        options = {"w4a8": True}
     kind = FusedFP4Linear if packed.fine is None else VBOptimizedLinear
-    replace_modules(model, {linear: kind.from_packed(packed, linear.bias).train(linear.training)})
+    replace_modules(model, {linear: kind.from_packed(packed, linear.bias, **options).train(linear.training)})
 
 
 def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:

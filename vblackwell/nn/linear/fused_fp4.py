@@ -15,8 +15,8 @@ from vblackwell.errors import check_known
 from vblackwell.kernels.fp4.encode import quantize
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
-from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops
-from vblackwell.nn.linear.packed_linear import PackableLinear, place
+from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8
+from vblackwell.nn.linear.packed_linear import ROW_TOP, PackableLinear, PlacedWeight, place
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
 from vblackwell.numerics.packed import PackedTensor
@@ -32,7 +32,8 @@ class FusedFP4Linear(PackableLinear):
         scale_search: 'mse' or 'max'; default: 'max' with ``use_fp4``, so that packing keeps the trained numbers, else
             'mse'.
         use_fp4: multiply by the weight rounded to ``format`` while training, too; its gradient goes straight through.
-        w4a8: once packed, round inputs to E4M3 and multiply on FP8 tensor cores; for mxfp4.
+        w4a8: once packed, round inputs of many rows to E4M3 and multiply on FP8 tensor cores; for mxfp4
+            (kernels/fp4/w4a8.py).
         device, dtype: of the parameters, as for ``nn.Linear``.
 
     Raises ConfigurationError for a size below 1, an unknown activation, format or search, or w4a8 with another format
@@ -40,7 +41,7 @@ class FusedFP4Linear(PackableLinear):
     """
 
     weight_row_top: Tensor | None  # for w4a8 alone; follows from the scales, so no state dict has it
-    buffer_names = (*PackableLinear.buffer_names, "weight_row_top")
+    buffer_names = (*PackableLinear.buffer_names, ROW_TOP)
 
     def __init__(
         self,
@@ -114,10 +115,11 @@ class FusedFP4Linear(PackableLinear):
             check_packed(packed, self._name())
         self.weight = None  # first: shuffling into tiles then has the original's memory
         self.form, self.dtype = packed.form, packed.dtype
-        placed = place(packed, tiles=self.w4a8)
-        shape = (self.out_features, self.in_features)
-        self.weight_row_top = row_tops(placed.scales, *shape) if self.w4a8 else None
-        self.hold(placed)
+        self.hold(place(packed, w4a8=self.w4a8))
+
+    def hold(self, placed: PlacedWeight) -> None:
+        self.weight_row_top, self.w4a8 = placed.row_top, placed.row_top is not None
+        super().hold(placed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.w4a8 and self.weight is None:

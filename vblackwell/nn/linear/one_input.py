@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _global_forward_hooks
 
+from vblackwell.kernels.fp4 import w4a8
 from vblackwell.kernels.fp4.layout import TILE_N, is_tiled
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
@@ -157,7 +158,8 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> tuple[Any, ...] | None:
 
 def joint_product(x: Tensor, norm: nn.RMSNorm | None, linears: tuple[Any, ...]) -> list[Tensor] | None:
     """``linear(x)``, or ``linear(norm(x))``, of each, as views of one product; None where they do not lie together."""
-    if (placed := joint_packed(linears)) is None:
+    placed = joint_packed(linears)
+    if placed is None or (linears[0].w4a8 and x.numel() >= w4a8.MIN_ROWS * x.shape[-1]):
         return None
     return list(_product(x, norm, placed).split([linear.out_features for linear in linears], -1))
 
@@ -189,15 +191,17 @@ def lay_packed_together(*linears: nn.Module) -> bool:
     codes = torch.cat([layer.weight_codes for layer in layers]).split(bands)
     for layer, *own in zip(layers, codes, torch.cat(fitting).split(bands), strict=True):
         layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = *own, shared
+        if layer.w4a8:
+            layer.weight_row_top = w4a8.row_tops(layer.weight_scales, layer.out_features, layer.in_features)
     return True
 
 
 def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None:
     layers = [linear for linear in linears if isinstance(linear, FusedFP4Linear) and linear.is_quantized]
-    if len(layers) < len(linears) or any(layer.w4a8 or hooked(layer) for layer in layers):
+    if len(layers) < len(linears) or any(map(hooked, layers)):
         return None
     plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer.layout) for layer in layers)
-    alike = len({(layer.in_features, layer.layout, layer.weight_codes.device) for layer in layers}) == 1
+    alike = len({(layer.in_features, layer.layout, layer.w4a8, layer.weight_codes.device) for layer in layers}) == 1
     return layers if plain and alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
 
 
@@ -239,7 +243,7 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 
 def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
-    if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
+    if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or norm.weight is None:
         return False
     if not is_tiled(linear.layout) or x.numel() > MAX_ROWS * linear.in_features:
         return False

@@ -9,7 +9,7 @@ into a layer in either state. Not a subclass of ``nn.Linear``: libraries that fi
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
@@ -19,11 +19,12 @@ from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import encode, layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import two_part_linear
+from vblackwell.kernels.fp4.w4a8 import fp4_linear_w4a8, row_tops
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
 
 PARTS = CODES, SCALES, TENSOR_SCALE = ("weight_codes", "weight_scales", "weight_tensor_scale")
-FINE, META = "weight_fine", "weight_meta"
+FINE, ROW_TOP, META = "weight_fine", "weight_row_top", "weight_meta"
 STATE_NAMES = (*PARTS, META)
 _ENTRIES = {"codes": CODES, "block_scales": SCALES, "tensor_scale": TENSOR_SCALE, "fine": FINE}
 _SHUFFLE_ELEMENTS = 1 << 20
@@ -36,13 +37,17 @@ class PlacedWeight:
     scales: Tensor
     tensor_scale: Tensor
     fine: Tensor | None = None  # None where there is none, or it is elsewhere
+    row_top: Tensor | None = None  # of a weight that computes by w4a8; follows from the scales
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.codes, self.scales, self.tensor_scale, self.fine) if tensor is not None]
+        held = (self.codes, self.scales, self.tensor_scale, self.fine, self.row_top)
+        return [tensor for tensor in held if tensor is not None]
 
     def linear(self, x: Tensor, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
-        """``activation(x W^T + bias)``, with the fine part where it is there."""
+        """``activation(x W^T + bias)``, with the fine part where it is there, or by w4a8."""
         scales, rest = (self.scales, self.tensor_scale), (bias, self.layout, activation, n, k)
+        if self.row_top is not None:
+            return fp4_linear_w4a8(x, self.codes, *scales, self.row_top, bias, activation, n, k)
         if self.fine is None:
             return fp4_linear(x, self.codes, *scales, *rest)
         return two_part_linear(x, self.codes, self.fine, *scales, *rest)
@@ -55,8 +60,12 @@ def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
     return encode.quantize(weight, precision, name=name)
 
 
-def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
-    """Tiled on CUDA where the format has tiles and the values fit; with ``tiles`` anywhere, or Unsupported."""
+def place(packed: PackedTensor, tiles: bool = False, w4a8: bool = False) -> PlacedWeight:
+    """Tiled on CUDA where the format has tiles and the values fit; with ``tiles``, or ``w4a8``, of a weight that its
+    `check_packed` takes, anywhere, or Unsupported."""
+    if w4a8:
+        placed = tiled(packed)
+        return replace(placed, row_top=row_tops(placed.scales, packed.n, packed.k))
     if tiles:
         return tiled(packed)
     if packed.device.type == "cuda" and packed.format in ("nvfp4", "mxfp4"):

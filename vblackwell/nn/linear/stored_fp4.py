@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
+from vblackwell.kernels.fp4.linear import fp4_linear_dx
+from vblackwell.kernels.fp4.w4a8 import check_packed
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_linear import FINE, PARTS, PackedLinear, PlacedWeight, pack, place
+from vblackwell.nn.linear.packed_linear import FINE, PARTS, ROW_TOP, PackedLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.packed import PackedTensor
@@ -24,24 +25,30 @@ from vblackwell.numerics.packed import PackedTensor
 class StoredFP4Linear(PackedLinear):
     """What ``linear`` computes, with a frozen packed weight; gradients pass through to ``x``.
 
-    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part. The bytes are
-    the parameters ``parts``, on the meta device until they are known.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part; ``w4a8`` as for
+    `FusedFP4Linear`, tiled. The bytes are the parameters ``parts``, on the meta device until they are known.
     """
 
     def __init__(
-        self, linear: nn.Linear, format: str | Format = "nvfp4", *, tiled: bool = False, fine: bool = False
+        self,
+        linear: nn.Linear,
+        format: str | Format = "nvfp4",
+        *,
+        tiled: bool = False,
+        fine: bool = False,
+        w4a8: bool = False,
     ) -> None:
         n, k = linear.out_features, linear.in_features
         form = format_named(format) if isinstance(format, str) else format
         super().__init__(k, n, form)
         self.dtype, self.training = linear.weight.dtype, linear.training
         codes, scales = (form.codes_shape(n, k), form.codes_dtype), (form.scales_shape(n, k), form.scale_dtype)
-        if tiled:
+        if tiled or w4a8:
             self.layout = layout.tiled_name(form.name)
             codes, scales = ((shape, torch.uint8) for shape in layout.shapes(self.layout, n, k))
-        views = (codes, scales, ((), torch.float32), codes)
-        self._views = dict(zip((*PARTS, FINE) if fine else PARTS, views, strict=False))
-        self.parts = tuple(self._views)
+        self._views = dict(zip(PARTS, (codes, scales, ((), torch.float32)), strict=True))
+        self._views |= {FINE: codes} if fine else {ROW_TOP: ((n,), torch.uint8)} if w4a8 else {}
+        self.parts, self.w4a8 = tuple(self._views), w4a8
         for name, (shape, kind) in self._views.items():
             size = torch.Size(shape).numel() * kind.itemsize
             held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device="meta"), requires_grad=False)
@@ -53,16 +60,20 @@ class StoredFP4Linear(PackedLinear):
     def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
         """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
         held = {name: getattr(self, name) for name in self.parts} if parts is None else parts
-        views = (held[name].view(kind).view(shape) for name, (shape, kind) in self._views.items())
-        return PlacedWeight(self.layout, *views)
+        views = {name: held[name].view(kind).view(shape) for name, (shape, kind) in self._views.items()}
+        codes, scales, tensor_scale = (views[name] for name in PARTS)
+        return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE), views.get(ROW_TOP))
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
-        return self.bytes_of_packed(pack(weight_NK, self.form.name, name))
+        return self.bytes_of_packed(pack(weight_NK, self.form.name, name), name)
 
-    def bytes_of_packed(self, packed: PackedTensor) -> dict[str, Tensor]:
-        """The bytes of each part of a packed weight; Unsupported where the tiled layout cannot hold its values."""
-        placed = place(packed, tiles=layout.is_tiled(self.layout))
+    def bytes_of_packed(self, packed: PackedTensor, name: str) -> dict[str, Tensor]:
+        """The bytes of each part of a packed weight; Unsupported where the tiled layout, or w4a8, cannot hold its
+        values."""
+        if self.w4a8:
+            check_packed(packed, name)
+        placed = place(packed, layout.is_tiled(self.layout), self.w4a8)
         tensors = dict(zip(self.parts, placed.tensors(), strict=True))
         return {part: tensor.contiguous().reshape(-1).view(torch.uint8) for part, tensor in tensors.items()}
 
@@ -85,7 +96,7 @@ class StoredFP4Linear(PackedLinear):
 def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str] | None:
     """The stored linear that the parameter ``name`` is a part of, its name and the part; None for others."""
     owner, _, part = name.rpartition(".")
-    if part not in (*PARTS, FINE):
+    if part not in (*PARTS, FINE, ROW_TOP):
         return None
     module = model.get_submodule(owner)
     return (module, owner, part) if isinstance(module, StoredFP4Linear) else None
@@ -93,10 +104,10 @@ def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str]
 
 def adapted_linear(x: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, base: StoredFP4Linear) -> Tensor:
     """(..., K) to (..., N), differentiable in ``x``, ``a_RK`` and ``b_NR``, all of one type."""
-    packed = base.placed().tensors()
-    assert len(packed) == 3, "a base in two parts has no adapters"
-    token, low = _Keep.apply(x, a_RK, b_NR, packed, scale, base)
-    return _Product.apply(token, x.detach(), low, b_NR.detach(), packed, scale, base)  # type: ignore[return-value]
+    placed = base.placed()
+    assert placed.fine is None, "a base in two parts has no adapters"
+    token, low = _Keep.apply(x, a_RK, b_NR, placed.tensors()[:3], scale, base)
+    return _Product.apply(token, x.detach(), low, b_NR.detach(), placed, scale, base)  # type: ignore[return-value]
 
 
 class _Keep(torch.autograd.Function):
@@ -130,8 +141,8 @@ class _Keep(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor, low: Tensor, b_NR: Tensor, *given: Any) -> Tensor:
-        packed, scale, base = given
-        y = fp4_linear(x, *packed, None, base.layout, "none", base.out_features, base.in_features)
+        placed, scale, base = given
+        y = placed.linear(x, None, "none", base.out_features, base.in_features)
         y.view(-1, base.out_features).addmm_(low.reshape(-1, low.shape[-1]), b_NR.t(), alpha=scale)
         return y
 
