@@ -174,7 +174,8 @@ def test_on_the_cpu_the_oracle_is_the_faster_one(monkeypatch):
 def test_straight_through_rounding_is_two_launches(format):
     w, form = drawn(300, 1000).cuda(), FORMATS[format]
     encode.round_trip(w, form, torch.bfloat16)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # else torch 2.11 warns
         encode.round_trip(w, form, torch.bfloat16)
         torch.cuda.synchronize()
     launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
