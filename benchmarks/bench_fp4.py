@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional
 
-from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, plans_of, run_plan
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, ampere, layers_of, plans_of, run_plan
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.fp4_report import print_table, write_rows
 from benchmarks.lib.kernels.graph_timing import Replay, graph_of, turns_us
+from benchmarks.lib.kernels.green_context import green_stream
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import layout, reference, w4a8
+from vblackwell.kernels.fp4 import layout, mma_plan, reference, w4a8
 from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.pointwise.rows import rms_norm
@@ -221,6 +222,52 @@ def bench(args: argparse.Namespace) -> None:
     print_table(rows, args.shapes)
 
 
+def _whole(x: torch.Tensor, w: Tiled, n: int, k: int) -> torch.Tensor:
+    return functional.linear(x, fp4_launch.run_dequantize(w, n, k, x.dtype))
+
+
+def bench_processors(args: argparse.Namespace) -> None:
+    """What GPUs without wgmma run, on so many multiprocessors of this one (a Hopper) as they have, against cuBLAS there
+    and the weight written out first. Tensor cores are Hopper's by mma instructions, memory and clocks are this GPU's.
+    """
+    began = time.monotonic()
+    for wanted in args.sms:
+        with green_stream(wanted) as (stream, processors):
+            x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            graph = graph_of([functools.partial(torch.matmul, x, x)] * 2, stream)
+            tera = 2 * 2 * 8192**3 / turns_us([graph], 2)[0] / 1e6
+            print(
+                f"{processors} multiprocessors for {wanted}: cuBLAS bf16 of 8192^3 does {tera:.0f} TFLOP/s", flush=True
+            )
+            del x, graph
+            for n, k in args.shapes:
+                if time.monotonic() - began > args.seconds:
+                    print(f"{n}x{k}: not run, {args.seconds:g} s are over")
+                    continue
+                packed, dense = layers_of(n, k)
+                for m in args.rows:
+                    x, gpu = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), ampere(processors)
+                    plan = mma_plan.plan_mma(m, n, k, gpu)
+                    fused = [functools.partial(run_plan, plan, x, w, n) for w in packed]
+                    whole = [functools.partial(_whole, x, w, n, k) for w in packed]
+                    cublas = [functools.partial(functional.linear, x, w) for w in dense]
+                    wanted_MN = whole[0]()
+                    if not (fused[0]() - wanted_MN).norm() <= 2**-7 * wanted_MN.norm():  # each rounds sums to bf16
+                        raise SystemExit(f"{plan} is wrong at {m}x{n}x{k}: no times are printed for wrong results")
+                    graphs = [graph_of(calls, stream) for calls in (cublas, fused, whole)]
+                    theirs, ours, written = (us / LAYERS for us in turns_us(graphs, 4))
+                    chosen = "fused" if mma_plan.mma_is_faster(m, n, k, gpu) else "whole"
+                    print(
+                        f"{processors} {m}x{n}x{k}: cuBLAS {theirs:.2f} us, fused {theirs / ours:.3f} ({ours:.2f} us,"
+                        f" {mma_plan.mma_us(plan, m, n, k, gpu):.2f} expected), whole {theirs / written:.3f}"
+                        f" ({written:.2f} us); chosen {chosen}; {plan.tokens} tokens, {plan.row_warps} x {plan.k_warps}"
+                        f" warps, {plan.k_blocks} K blocks",
+                        flush=True,
+                    )
+                    del graphs
+                del packed, dense
+
+
 def time_systems(
     systems: Iterable[tuple[str, str, list[Callable[[], object]]]],
     theirs: set[str],
@@ -274,6 +321,7 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    numbers = lambda text: [int(word) for word in text.split(",")]  # noqa: E731
     add = parser.add_argument
     add("--check", action="store_true")
     add("--bench", action="store_true")
@@ -286,7 +334,13 @@ def main() -> None:
     )
     add("--do-bench", action="store_true", help="also by triton.testing.do_bench")
     add("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
-    add("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
+    add("--rows", type=numbers, default=list(ROWS))
+    add(
+        "--sms",
+        type=numbers,
+        default=[],
+        help="time what other GPUs run on so many multiprocessors of this one: 46,108",
+    )
     add("--seconds", type=float, default=600.0, help="start no further shape after so many")
     add("--out", type=Path, default=None)
     add("--without", action="append", default=[], metavar="PEER=WHY", help="leave it out, and say why")
@@ -294,6 +348,8 @@ def main() -> None:
     print(cache.machine(torch.device("cuda", 0)))
     if args.check:
         check()
+    if args.sms:
+        bench_processors(args)
     if args.bench:
         try:
             bench(args)

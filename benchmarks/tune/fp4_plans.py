@@ -31,7 +31,8 @@ from benchmarks.lib.results import seconds_since_start, tell
 from benchmarks.tune.fp4_candidates import Plan, plans
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import mma_plan, wgmma_plan
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.mma_plan import Gpu, MmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 
 Cell = tuple[int, int, int]
@@ -47,9 +48,13 @@ def parse_cells(text: str) -> list[Cell]:
 Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 
 
+def gpu() -> Gpu:
+    return fp4_launch.gpu_of(torch.device("cuda", 0))
+
+
 def sources(m: int, n: int, k: int) -> list[Source]:
     """What the plans of a cell run."""
-    found = (part for plan in plans(m, n, k) for part in parts_of(plan, m, n))
+    found = (part for plan in plans(m, n, k, gpu()) for part in parts_of(plan, m, n))
     return [
         (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, tuple(part.macros(False).items()))
         for part in found
@@ -81,7 +86,7 @@ def measure(cell: Cell, rounds: int) -> list[list[object]]:
     del w
     rows: list[list[object]] = []
     timed: list[tuple[float, int, Plan]] = []
-    for place, plan in enumerate(plans(*cell)):
+    for place, plan in enumerate(plans(*cell, gpu())):
         try:
             say("plan", place=place)
             if not good(plan, x, packed[0], n, exact, theirs):
@@ -121,8 +126,8 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
 
             argument = json.dumps({"cell": cell, "rounds": rounds})
             if run_child(Path(__file__), argument, CELL_SECONDS, hear, print) is None:
-                print(f"NEVER ENDED: {cell} {plans(*cell)[place]!r}")
-                found = [["never ended", repr(plans(*cell)[place]), "", ""]]
+                print(f"NEVER ENDED: {cell} {plans(*cell, gpu())[place]!r}")
+                found = [["never ended", repr(plans(*cell, gpu())[place]), "", ""]]
             elif found:
                 show(cell, found)
             rows.extend([*cell, *row] for row in found)
@@ -134,13 +139,18 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
 
 def show(cell: Cell, rows: list[list[object]]) -> None:
     """The cell's ratios to cuBLAS, best first; plans that were wrong or refused in full."""
-    rule = repr(plans(*cell)[0])
+    today = plans(*cell, gpu())
+    expected = {
+        repr(plan): f"{wgmma_plan.predicted_us(plan, *cell, gpu()):.2f} expected" if isinstance(plan, WgmmaPlan) else ""
+        for plan in today
+    }
+    rule = repr(today[0])
     turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
     once = sum(stage == "once" for stage, *_ in rows)
     cublas_us = f"cuBLAS {turns[0][1]} us" if turns else "no plan was right"
     tell(f"{'x'.join(map(str, cell))}: {cublas_us}; {once} plans")
     for us, cublas, name in sorted(turns):
-        print(f"   {cublas / us:.3f} {us:.2f} {name}{', as the rule chooses' if name == rule else ''}")
+        print(f"   {cublas / us:.3f} {us:.2f} {expected[name]} {name}{', as the rule chooses' if name == rule else ''}")
     for stage, name, *_ in rows:
         if stage not in ("turns", "once"):
             print(f"   {stage} {name}")

@@ -6,7 +6,7 @@ import torch
 
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, mma_plan, wgmma_plan
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.mma_plan import Gpu, MmaPlan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 
 LAYERS = 24  # more than fit an L2
@@ -21,21 +21,31 @@ def random_tiled(n: int, k: int) -> Tiled:
     return codes, scales, torch.tensor(2.0**-7, device="cuda")
 
 
+def ampere(processors: int) -> Gpu:
+    """So many multiprocessors of a Hopper GPU as one without clusters, bulk copies and wgmma, with all of its memory's
+    rate."""
+    return fp4_launch.gpu_of(torch.device("cuda", 0))._replace(capability=(8, 0), processors=processors)
+
+
 def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
-    """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper."""
-    plans: list[MmaPlan | WgmmaPlan] = []
+    """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper, and those of
+    other GPUs with 46 and 108 multiprocessors."""
+    plans, gpu = list[MmaPlan | WgmmaPlan](), fp4_launch.gpu_of(torch.device("cuda", 0))
     if m <= 16:
-        plans.append(mma_plan.plan_mma(m, n, k, True))
-    if m <= 32:
-        plans.append(mma_plan.plan_mma(m, n, k, False))
-    if m <= 1024 or wgmma_plan.wgmma_beats_dequantize(m, n, k):
-        plans.append(wgmma_plan.plan_wgmma(m, n, k))
-    return plans
+        plans.append(mma_plan.plan_mma(m, n, k, gpu))
+    if m <= 256:
+        plans += [mma_plan.plan_mma(m, n, k, ampere(processors)) for processors in (46, 108)]
+    if m <= 1024 or wgmma_plan.wgmma_beats_dequantize(m, n, k, gpu):
+        plans.append(wgmma_plan.plan_wgmma(m, n, k, gpu))
+    return list(dict.fromkeys(plans))
 
 
 def parts_of(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[MmaPlan | WgmmaPlan]:
     """What the launches of a plan are compiled for."""
-    return [rows.plan for rows in wgmma_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
+    if isinstance(plan, MmaPlan):
+        return [plan]
+    processors = fp4_launch.processors(torch.device("cuda", 0))
+    return [rows.plan for rows in wgmma_plan.launches(plan, m, n, processors)]
 
 
 def run_plan(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import Weight, run_dequantize, run_mma, run_wgmma
-from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
+from vblackwell.kernels.fp4.launch import Weight, gpu_of, run_dequantize, run_mma, run_wgmma
+from vblackwell.kernels.fp4.mma_plan import mma_is_faster, plan_mma
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
@@ -131,25 +131,27 @@ def hopper_reasons(request: Request) -> list[str]:
 
 def _mma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
-    if request.m > (most := max_mma_rows(request.capability, request.n, request.k)):
-        reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
+    if not reasons and not mma_is_faster(request.m, request.n, request.k, gpu_of(request.device)):
+        reasons.append(f"{request.m} rows: another backend is faster for {request.n} x {request.k} on this GPU")
     return reasons
 
 
 def _wgmma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request) + hopper_reasons(request)
-    if not wgmma_beats_dequantize(request.m, request.n, request.k):
+    if not reasons and not wgmma_beats_dequantize(request.m, request.n, request.k, gpu_of(request.device)):
         reasons.append(f"{request.m} rows: dequantising once is faster for {request.n} x {request.k}")
     return reasons
 
 
 def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(registry.capability(x_MK.device)))
+    plan = plan_mma(x_MK.shape[0], n, k, gpu_of(x_MK.device))
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
 def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    return run_wgmma(plan_wgmma(x_MK.shape[0], n, k), x_MK, weight, like(bias, x_MK), activation, n)
+    return run_wgmma(
+        plan_wgmma(x_MK.shape[0], n, k, gpu_of(x_MK.device)), x_MK, weight, like(bias, x_MK), activation, n
+    )
 
 
 def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.launch import run_mma
+from vblackwell.kernels.fp4.launch import gpu_of, run_mma
 from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, fake_rows, like, linear_reasons, run_rows
-from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
-from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, register_op
+from vblackwell.kernels.fp4.mma_plan import plan_mma, takes_bulk
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, register_op
 
 MAX_ROWS = 16
 
@@ -45,7 +45,7 @@ def _slower(request: Request) -> list[str]:
 
 
 def _mma(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(capability(x_MK.device)))
+    plan = plan_mma(x_MK.shape[0], n, k, gpu_of(x_MK.device), one_block=True)
     gain_K = gain_K.contiguous()
     gain_K = gain_K.clone() if gain_K.data_ptr() % 16 else gain_K
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, gain_K=gain_K, eps=eps)
