@@ -19,7 +19,7 @@ from tests.kernels.emulation import random_weight
 from tests.kernels.fp4.test_two_part import random_parts
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, w4a8
-from vblackwell.kernels.fp4.mma_plan import plan_mma
+from vblackwell.kernels.fp4.mma_plan import H200, plan_mma
 from vblackwell.kernels.fp4.two_part import plan_two_part
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma
 from vblackwell.kernels.runtime import counters, launch, nvrtc
@@ -153,12 +153,12 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
     coarse, two = random_weight("mxfp4", n, k)[1], layout.parts_to_tiled(*random_parts(n, k)[1], n, k)
     top = w4a8.row_tops(coarse[1], n, k)
     runs = {
-        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, True), x, coarse, None, "none", n)),
-        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k), x, coarse, None, "none", n)),
+        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, H200), x, coarse, None, "none", n)),
+        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k, H200), x, coarse, None, "none", n)),
         "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(coarse, n, k, torch.bfloat16)),
         "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, (*coarse, top), n, k)),
         "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
-        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, True), x, two, None, "none", n)),
+        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, H200), x, two, None, "none", n)),
         "fp4_dequantize, two parts": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
     }
     early = set()
@@ -189,7 +189,7 @@ def test_a_call_queues_its_own_tensors_on_the_stream_and_the_gpu_at_hand(driver,
     driver.parameters = 6  # x, three of the weight, bias and y, which come first
     weights = [random_weight("mxfp4", n, k, seed)[1] for seed in range(4)]
     rows = [torch.randn(3, k).bfloat16() for _ in weights]
-    bias, plan = torch.zeros(n, dtype=torch.bfloat16), plan_mma(3, n, k, True)
+    bias, plan = torch.zeros(n, dtype=torch.bfloat16), plan_mma(3, n, k, H200)
     kept = list[torch.Tensor]()  # outputs, whose addresses would be given out again
 
     def call(place: int) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ def test_a_weight_that_was_just_written_is_read_as_it_is():
     n, k = 512, 1024
     tiled = [tuple(part.cuda() for part in random_weight("nvfp4", n, k, seed)[1]) for seed in range(2)]
     x = torch.randn(3, k, device="cuda").bfloat16()
-    plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
+    plan = plan_mma(3, n, k, fp4_launch.gpu_of(x.device))
     run = lambda weight: fp4_launch.run_mma(plan, x, weight, None, "none", n)  # noqa: E731
     wanted = [run(weight) for weight in tiled]
     changing = tuple(part.clone() for part in tiled[0])
@@ -268,7 +268,7 @@ def test_a_kernel_is_loaded_while_a_graph_is_captured():
     n, k = 70, 192
     tiled = tuple(part.cuda() for part in random_weight("nvfp4", n, k)[1])
     x = torch.randn(3, k, device="cuda").bfloat16()
-    plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
+    plan = plan_mma(3, n, k, fp4_launch.gpu_of(x.device))
     wanted = fp4_launch.run_mma(plan, x, tiled, None, "none", n)
     launch._kernels.clear()
     forget_prepared()
