@@ -105,7 +105,7 @@ def test_the_summary_has_worst_and_median_by_rows_and_the_fastest_peer():
     assert said[1].startswith("... the median 2.500")
     assert any(line.startswith("17 to 64 rows, graphed, over cuBLAS bf16, worst of 1 0.900") for line in said)
     assert "65 to 300 rows, graphed, over cuBLAS bf16: no case" in said
-    assert said[-1] == "graphed, over the fastest peer, worst of 3 0.900 1 1 MISSED"
+    assert said[-1] == "graphed, over the fastest peer, worst of 3 0.900 1 1.3 MISSED"
     line = draw.case_line(draw.Product(512, 513, 16, 9), [{**rows[4], "ratio": ""}, {**rows[5], "ratio": 2.0}])
     assert line == "16 rows, 512 x 513, 9 layers; cublas bf16 0.0200 ms; fp4_linear nvfp4 0.0100 ms: 2.000"
 
