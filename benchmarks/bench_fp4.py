@@ -3,6 +3,7 @@
     python benchmarks/bench_fp4.py --out results.csv        # a list of shapes and rows, on a CUDA GPU
     python benchmarks/bench_fp4.py --random 30 --seed 7     # cases that nobody has tuned for; --skip K goes on after K
     python benchmarks/bench_fp4.py --pack                   # what packing takes; --host: what calls cost the host
+    python benchmarks/bench_fp4.py --sms 46,108             # what other GPUs run, on as many multiprocessors
     python benchmarks/bench_fp4.py --start cpu              # replacing 62 linears of 36 M parameters, anywhere
 
 Times are medians of CUDA-graph replays over layers whose weights exceed the L2 many times, as many for every system,
@@ -32,13 +33,26 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.lib.kernels.fp4_draw import Product, case_line, draws, linear_sources, summary
-from benchmarks.lib.kernels.fp4_layers import FORMAT, Source, Tiled, compile_for, error_over_bound, layers_of
+from benchmarks.lib.kernels.fp4_layers import (
+    FORMAT,
+    LAYERS,
+    Source,
+    Tiled,
+    ampere,
+    compile_for,
+    error_over_bound,
+    layers_of,
+    run_plan,
+    sources,
+)
 from benchmarks.lib.kernels.fp4_packing import print_packing
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.graph_timing import Replay, graph_of, host_us, turns_us
+from benchmarks.lib.kernels.green_context import green_stream
 from benchmarks.lib.results import RESULTS, append_csv, goal_header, seconds_since_start, tell, told_machine
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import mma_plan, w4a8
 from vblackwell.kernels.fp4 import norm as fp4_norm
-from vblackwell.kernels.fp4 import w4a8
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.kernels.pointwise.rows import rms_norm
@@ -175,7 +189,8 @@ def measure(
         for source in linear_sources(product):
             jobs[source].result()
         x = torch.randn(product.m, k, device="cuda", dtype=torch.bfloat16)
-        if wrong := why_wrong(x, packed[0], n, k):
+        call = functools.partial(fp4_linear, x, *packed[0], None, FORMAT, "none", n, k)
+        if wrong := why_wrong(call, x, packed[0], n, k):
             tell(f"WRONG, and not timed: {product}: {wrong}")
             yield size | {"m": product.m, "system": "fp4_linear nvfp4", "note": f"WRONG: {wrong}"}
             continue
@@ -189,12 +204,58 @@ def measure(
         yield from (size | {"m": product.m} | row for row in rows)
 
 
-def why_wrong(x: torch.Tensor, w: Tiled, n: int, k: int) -> str:
-    """What is wrong with fp4_linear of ``x``; nothing if it is right, and the same twice."""
-    y, again = (fp4_linear(x, *w, None, FORMAT, "none", n, k) for _ in range(2))
+def why_wrong(call: Callable[[], torch.Tensor], x: torch.Tensor, w: Tiled, n: int, k: int) -> str:
+    """What is wrong with ``call``, a product of ``x`` and ``w``; nothing if it is right, and the same twice."""
+    y, again = call(), call()
     if (error := error_over_bound(y, x, w, n, k)) > 1:
         return f"an error of {error:.2g} times the bound"
     return "" if torch.equal(y, again) else "not repeatable"
+
+
+def _whole(x: torch.Tensor, w: Tiled, n: int, k: int) -> torch.Tensor:
+    return functional.linear(x, fp4_launch.run_dequantize(w, n, k, x.dtype))
+
+
+def bench_processors(args: argparse.Namespace) -> None:
+    """What GPUs without wgmma run, on so many multiprocessors of this one (a Hopper) as they have, against cuBLAS there
+    and the weight written out first. Tensor cores are Hopper's by mma instructions, memory and clocks are this GPU's.
+    """
+    told_machine()
+    for wanted in args.sms:
+        with green_stream(wanted) as (stream, processors):
+            x, gpu = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), ampere(processors)
+            cublas_us = turns_us([graph_of([functools.partial(torch.matmul, x, x)] * 2, stream)], 2)[0] / 2
+            tera = 2 * 8192**3 / cublas_us / 1e6
+            tell(f"{processors} multiprocessors", f"cuBLAS bf16 of 8192^3 does {tera:.0f} TFLOP/s")
+            cells = itertools.product(args.shapes, args.rows)
+            plans = {(n, k, m): mma_plan.plan_mma(m, n, k, gpu) for (n, k), m in cells}
+            ahead = {source for (n, _, m), plan in plans.items() for source in sources(plan, m, n)}
+            with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
+                list(pool.map(compile_for, ahead))
+            for n, k in args.shapes:
+                if seconds_since_start() > args.seconds:
+                    tell(f"{n} x {k}", f"not run, {args.seconds:g} s are over")
+                    continue
+                packed, dense = layers_of(n, k)
+                for m in args.rows:
+                    x, plan = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), plans[n, k, m]
+                    fused = [functools.partial(run_plan, plan, x, w, n) for w in packed]
+                    if wrong := why_wrong(fused[0], x, packed[0], n, k):
+                        raise SystemExit(f"WRONG, and not timed: {m} rows, {n} x {k}, {plan}: {wrong}")
+                    whole = [functools.partial(_whole, x, w, n, k) for w in packed]
+                    cublas = [functools.partial(functional.linear, x, w) for w in dense]
+                    graphs = [graph_of(calls, stream) for calls in (cublas, fused, whole)]
+                    theirs, ours, written = (us / LAYERS for us in turns_us(graphs, 4))
+                    chosen = "fused" if mma_plan.mma_is_faster(m, n, k, gpu) else "whole"
+                    tell(
+                        f"{processors} multiprocessors, {m} rows, {n} x {k}",
+                        f"cuBLAS {theirs:.2f} us, fused {theirs / ours:.3f} ({ours:.2f} us,"
+                        f" {mma_plan.mma_us(plan, m, n, k, gpu):.2f} expected), whole {theirs / written:.3f}"
+                        f" ({written:.2f} us); chosen {chosen}; {plan.tokens} tokens, {plan.row_warps} x {plan.k_warps}"
+                        f" warps, {plan.k_blocks} K blocks",
+                    )
+                    del graphs
+                del packed, dense
 
 
 def time_systems(
@@ -273,6 +334,7 @@ def start(device: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(word) for word in text.split(",")]  # noqa: E731
     add = parser.add_argument
     add("--random", type=int, default=0, metavar="N", help="draw N shapes and rows of x")
     add("--seed", type=int, default=0, help="of the draw")
@@ -282,7 +344,8 @@ def main() -> None:
     add("--host", action="store_true", help="what eager calls cost the host, and nothing else")
     add("--pack", action="store_true", help="what packing weights takes, by formats and searches, and nothing else")
     add("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
-    add("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
+    add("--rows", type=numbers, default=list(ROWS))
+    add("--sms", type=numbers, help="time what other GPUs run on so many multiprocessors, 46,108, and nothing else")
     add("--seconds", type=float, default=600.0, help="start no further shape after so many")
     add("--out", type=Path, default=None, help="CSV to append to")
     add("--start", choices=("cpu", "cuda"), help="time the start of a model in two parts there, and nothing else")
@@ -290,10 +353,12 @@ def main() -> None:
     if args.pack:
         for n, k in args.shapes:
             print_packing(n, k)
-        return
-    if args.host:
-        return host(args)
-    raise SystemExit(not (start(args.start) if args.start else bench(args)))
+    elif args.host:
+        host(args)
+    elif args.sms:
+        bench_processors(args)
+    else:
+        raise SystemExit(not (start(args.start) if args.start else bench(args)))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.child_process import run_child, say
-from benchmarks.lib.kernels.fp4_layers import Source, Tiled, compile_for, error_over_bound, layers_of, run_plan, sources
+from benchmarks.lib.kernels.fp4_layers import (
+    Source,
+    Tiled,
+    compile_for,
+    error_over_bound,
+    gpu,
+    layers_of,
+    run_plan,
+    sources,
+)
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
 from benchmarks.lib.results import seconds_since_start, tell
 from benchmarks.tune.fp4_candidates import Plan, plans
+from vblackwell.kernels.fp4 import wgmma_plan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 
 Cell = tuple[int, int, int]
@@ -43,7 +54,7 @@ def parse_cells(text: str) -> list[Cell]:
 
 def cell_sources(m: int, n: int, k: int) -> list[Source]:
     """What the plans of a cell run."""
-    return [source for plan in plans(m, n, k) for source in sources(plan, m, n)]
+    return [source for plan in plans(m, n, k, gpu()) for source in sources(plan, m, n)]
 
 
 def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int) -> bool:
@@ -61,7 +72,7 @@ def measure(cell: Cell, rounds: int) -> list[list[object]]:
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     rows: list[list[object]] = []
     timed: list[tuple[float, int, Plan]] = []
-    for place, plan in enumerate(plans(*cell)):
+    for place, plan in enumerate(plans(*cell, gpu())):
         try:
             say("plan", place=place)
             if not good(plan, x, packed[0], n):
@@ -100,8 +111,8 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
 
             argument = json.dumps({"cell": cell, "rounds": rounds})
             if run_child(Path(__file__), argument, CELL_SECONDS, hear, print) is None:
-                print(f"NEVER ENDED: {cell} {plans(*cell)[place]!r}")
-                found = [["never ended", repr(plans(*cell)[place]), "", ""]]
+                print(f"NEVER ENDED: {cell} {plans(*cell, gpu())[place]!r}")
+                found = [["never ended", repr(plans(*cell, gpu())[place]), "", ""]]
             elif found:
                 show(cell, found)
             rows.extend([*cell, *row] for row in found)
@@ -113,13 +124,18 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
 
 def show(cell: Cell, rows: list[list[object]]) -> None:
     """The cell's ratios to cuBLAS, best first; plans that were wrong or refused in full."""
-    rule = repr(plans(*cell)[0])
+    today = plans(*cell, gpu())
+    expected = {
+        repr(plan): f"{wgmma_plan.predicted_us(plan, *cell, gpu()):.2f} expected" if isinstance(plan, WgmmaPlan) else ""
+        for plan in today
+    }
+    rule = repr(today[0])
     turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
     once = sum(stage == "once" for stage, *_ in rows)
     cublas_us = f"cuBLAS {turns[0][1]} us" if turns else "no plan was right"
     tell(f"{'x'.join(map(str, cell))}: {cublas_us}; {once} plans")
     for us, cublas, name in sorted(turns):
-        print(f"   {cublas / us:.3f} {us:.2f} {name}{', as the rule chooses' if name == rule else ''}")
+        print(f"   {cublas / us:.3f} {us:.2f} {expected[name]} {name}{', as the rule chooses' if name == rule else ''}")
     for stage, name, *_ in rows:
         if stage not in ("turns", "once"):
             print(f"   {stage} {name}")

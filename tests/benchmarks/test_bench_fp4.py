@@ -7,6 +7,7 @@ import importlib
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -70,6 +71,38 @@ def test_draws_are_in_their_ranges_and_fit():
         # dense, ours, three peers; the weight that is dequantised, in a graph and before; x and five systems' y
         weights = product.layers * elements * (2 + 4 * 9 / 16) + 4 * elements
         assert weights + 2 * product.m * (product.k + 5 * product.n) < 20e9
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
+    from vblackwell.kernels.fp4 import launch, linear
+    from vblackwell.kernels.fp4.mma_plan import H200
+    from vblackwell.kernels.runtime import nvrtc
+    from vblackwell.kernels.runtime.registry import Request, choose
+
+    draw, asked = importlib.import_module("benchmarks.lib.kernels.fp4_draw"), set()
+
+    def kernel(files, entry, macros, device):
+        asked.add((files, tuple(macros.items())))
+        return SimpleNamespace(launcher=lambda *_: SimpleNamespace(queue=None))
+
+    for module in (launch, linear):
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    for prepare in ("prepare_mma", "prepare_wgmma"):  # which keep nothing here
+        monkeypatch.setattr(linear, prepare, getattr(launch, prepare).__wrapped__)
+    monkeypatch.setattr(launch, "processors", lambda device: H200.processors)
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(nvrtc, "why_not", lambda: [])
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    seen = set()
+    # few rows, without bulk copies; hundreds; whole rounds and a tail of other tokens; more than are fused
+    cells = [(3, 4096, 4096), (8, 4096, 1001), (200, 2560, 6912), (1024, 11008, 4096), (8192, 4096, 4096)]
+    for m, n, k in cells:
+        asked.clear()
+        request = Request(device, H200.capability, dtype, "nvfp4-tiled", m, n, k)
+        choose("fp4_linear", linear.LINEAR, request).run(request, launch.Given((m, n, k), dtype, "none", 3, device))
+        assert set(draw.linear_sources(draw.Product(n, k, m))) == asked, (m, n, k)
+        seen.add(len(asked))
+    assert seen == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("n", "k", "m"), [(40, 136, 3), (33, 77, 1), (1001, 1023, 70), (512, 512, 5)])

@@ -135,7 +135,7 @@ def test_drawn_cases_run(bench, tmp_path, capsys):
     assert [(each.system, each.status) for each in results] == [("plain", "ok"), ("lines", "ok")] * 3, said
     for plain, lines in zip(results[::2], results[1::2], strict=True):
         assert plain.losses == pytest.approx(lines.losses, abs=2e-3)  # as above
-    assert "worst of the draw" in said and "caps held: 3 of 3" in said
+    assert "over plain, worst of 3" in said and "caps held: 3 of 3" in said
     assert [row["shape"] for row in rows(tmp_path)] == [f"drawn-5-{n}" for n in (0, 0, 1, 1, 2, 2)]
 
 

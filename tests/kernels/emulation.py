@@ -32,6 +32,7 @@ from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
+A100 = mma_plan.Gpu((8, 0), 108, 2.04e6)
 STALE = 1001  # counters that a launch has to clear
 GUARD_BYTES = 1 << 19  # bytes after a buffer that nobody may write
 HERE = Path(__file__).parent
@@ -53,6 +54,14 @@ extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float
                     int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows,
             chunks); });
+}"""
+_K_BLOCKS_MAIN = """
+extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M,
+        int N,
+                    int K, int act, int windows, int chunks, float4* sums, u32* counters, u32* stale, int stale_count,
+                    int gx, int gz, int shared) {
+    launch(gx, K_BLOCKS, gz, THREADS, shared, [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows,
+            chunks, sums, counters, stale, stale_count); });
 }"""
 _NORM_MAIN = """
 extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M,
@@ -196,7 +205,7 @@ def linear(
     gain_K: Tensor | None = None,
     eps: float = 0.0,
     rounded: bool = False,
-    processors: int = wgmma_plan.MULTIPROCESSORS,
+    processors: int = mma_plan.H200.processors,
     lagging: range = range(0),
 ) -> Tensor:
     """Output of the kernel of ``plan``, an mma plan with a norm's gain: fp32, or ``rounded`` to the type of x.
@@ -216,11 +225,11 @@ def linear(
         args = [x_MK, *args, *plan.chunks(k), gain_K, eps, *grid]
         _call(mma_plan.MMA_FILES, plan.macros(fp16, True, True), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
-        _call(mma_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
+        macros, main = plan.macros(fp16, not rounded), _MMA_MAIN if plan.k_blocks == 1 else _K_BLOCKS_MAIN
+        _call(mma_plan.MMA_FILES, macros, main, _mma_call(plan, x_MK, args))
     else:
-        x_swizzled = _swizzled(plan, m, k)
         for rows in wgmma_plan.launches(plan, m, n, processors):
-            macros = rows.plan.macros(fp16, not rounded)
+            macros, x_swizzled = rows.plan.macros(fp16, not rounded), _swizzled(rows.plan, m, k)
             _call(wgmma_plan.WGMMA_FILES, macros, _WGMMA_MAIN, _wgmma_call(rows, x_MK, args, x_swizzled), lagging)
     return y_MN
 
@@ -242,7 +251,7 @@ def linear_layers(
         calls = [_mma_call(plan, x, [*tiled, None, y, m, k, k, 0]) for x, tiled, y in each]
         _call_all(mma_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
     else:
-        (rows,), x_swizzled = wgmma_plan.launches(plan, m, k), _swizzled(plan, m, k)
+        (rows,), x_swizzled = wgmma_plan.launches(plan, m, k, mma_plan.H200.processors), _swizzled(plan, m, k)
         calls = [_wgmma_call(rows, x, [*tiled, None, y, m, k, k, 0], x_swizzled) for x, tiled, y in each]
         _call_all(wgmma_plan.WGMMA_FILES, macros, _WGMMA_MAIN, calls, lagging)
     return written
@@ -250,7 +259,12 @@ def linear_layers(
 
 def _mma_call(plan: MmaPlan, x_MK: Tensor, args: Args) -> Args:
     (m, k), n = x_MK.shape, args[-3]
-    return [x_MK, *args, *plan.chunks(k), -(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k)]
+    columns, rows = -(-n // (32 * plan.row_warps)), -(-m // plan.tokens)
+    meeting = []
+    if plan.k_blocks > 1:  # the sums that blocks leave, which count from zero; counters that a launch has to clear
+        left = torch.full((columns * rows * plan.k_blocks * plan.tokens * 32 * plan.row_warps,), torch.nan)
+        meeting = [left, torch.zeros(columns * rows, dtype=torch.int32), torch.full((5,), STALE, dtype=torch.int32), 3]
+    return [x_MK, *args, *plan.chunks(k), *meeting, columns, rows, plan.shared_bytes(k)]
 
 
 def _wgmma_call(rows: wgmma_plan.Rows, x_MK: Tensor, args: Args, x_swizzled: Tensor) -> Args:

@@ -129,6 +129,7 @@ u32 add_relaxed(u32* p, u32 by) {
     return before;
 }
 void add_release(u32* p, u32 by) { add_relaxed(p, by); }
+u32 add_acquire_release(u32* p, u32 by) { return add_relaxed(p, by); }
 
 static void land(const Copy& copy) {
     memset(copy.to, 0, copy.size);

@@ -39,6 +39,7 @@ void copies_wait(int pending);
 u32 load_acquire(const u32* p);
 void add_release(u32* p, u32 by);
 u32 add_relaxed(u32* p, u32 by);
+u32 add_acquire_release(u32* p, u32 by);
 
 // Asynchronous products: `product(d, data)` is done when it is waited for, with `data` as it was and shared memory as it is then.
 struct Operands {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.kernels.attention.oracle import inputs, use_plans
-from tests.kernels.emulation import random_weight
+from tests.kernels.emulation import A100, random_weight
 from tests.kernels.fp4 import paths as fp4_paths
 from tests.kernels.fp4.test_two_part import random_parts, wide_weight
 from tests.kernels.optimizer.test_adamw import PLAIN, random_states
@@ -76,8 +76,8 @@ def here(x: Any) -> Any:
     return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
 
 
-def clusters() -> bool:
-    return DEVICE != "cuda" or torch.cuda.get_device_capability()[0] >= 9
+def gpu() -> mma_plan.Gpu:
+    return fp4_launch.gpu_of(torch.device("cuda", 0)) if DEVICE == "cuda" else mma_plan.H200
 
 
 # -- CUDA C++ ----------------------------------------------------------------------------------------------------------
@@ -102,15 +102,17 @@ def adamw8() -> None:
 
 @case("fp4_mma")
 def fp4_mma() -> None:
-    for plan, shapes in fp4_paths.MMA if clusters() else ():
+    for plan, shapes in fp4_paths.MMA if gpu().clusters else ():
         m, n, k = shapes[-1]
         _, tiled = random_weight("nvfp4", n, k)
         fp4_launch.run_mma(plan, here(normal(m, k).bfloat16()), [*map(here, tiled)], None, "none", n)
     tiled, bias = [*map(here, random_weight("nvfp4", N, K)[1])], here(normal(N).bfloat16())
+    meeting = mma_plan.MmaPlan(16, 2, 2, 1, 2, k_blocks=3)  # in global memory
+    fp4_launch.run_mma(meeting, here(normal(40, K).bfloat16()), tiled, bias, "silu", N)
     for m in (1, 3, 16):
-        plan = mma_plan.plan_mma(m, N, K, clusters())
+        plan = mma_plan.plan_mma(m, N, K, gpu())
         fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), tiled, bias, "silu", N)
-        plan = mma_plan.plan_mma(m, N, K, clusters(), False)
+        plan = mma_plan.plan_mma(m, N, K, gpu(), False, True)
         x, gain = here(normal(m, K).bfloat16()), here(normal(K).bfloat16())
         fp4_launch.run_mma(plan, x, tiled, bias, "none", N, gain_K=gain, eps=1e-5)
 
@@ -145,7 +147,7 @@ def many_rows() -> None:
 @case("two_part_round", "two_part_measure", "two_part_renew")
 def two_parts() -> None:
     tiled = [*map(here, layout.parts_to_tiled(*random_parts(N, K)[1], N, K))]
-    for m, split in itertools.product((1, 5, 16), {clusters(), False}):
+    for m, split in itertools.product((1, 5, 16), {gpu(), A100}):
         plan = two_part.plan_two_part(m, N, K, split)
         fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), tiled, None, "none", N)
     fp4_launch.run_dequantize(tiled, N, K, torch.bfloat16)

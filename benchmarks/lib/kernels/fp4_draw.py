@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from benchmarks.lib.draw import Goal, odd_or_round_size, size_between, worst_and_median
-from benchmarks.lib.kernels.fp4_layers import LAYERS, Source, sources
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Source, gpu, sources
 from benchmarks.lib.kernels.fp4_peers import PEERS
 from vblackwell.kernels.fp4 import mma_plan, wgmma_plan
 
@@ -56,12 +54,12 @@ def draws(count: int, seed: int) -> list[Product]:
 
 def linear_sources(product: Product) -> list[Source]:
     """What fp4_linear runs on Hopper, to compile ahead: nothing where it dequantises, nor on other GPUs."""
-    m, n, k = product.m, product.n, product.k
-    if torch.cuda.get_device_capability() != (9, 0):
+    m, n, _, here = problem = product.m, product.n, product.k, gpu()
+    if here.capability != (9, 0):
         return []
-    if m <= mma_plan.max_mma_rows((9, 0), n, k):
-        return sources(mma_plan.plan_mma(m, n, k, True), m, n)
-    return sources(wgmma_plan.plan_wgmma(m, n, k), m, n) if wgmma_plan.wgmma_beats_dequantize(m, n, k) else []
+    if mma_plan.mma_is_faster(*problem):
+        return sources(mma_plan.plan_mma(*problem), m, n)
+    return sources(wgmma_plan.plan_wgmma(*problem), m, n) if wgmma_plan.wgmma_beats_dequantize(*problem) else []
 
 
 def case_line(product: Product, rows: Iterable[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, mma_plan, reference, wgmma_plan
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.mma_plan import Gpu, MmaPlan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 
@@ -44,11 +44,23 @@ def _clear_edge(codes: Tensor, scales: Tensor, scale: Tensor, n: int, k: int) ->
     scales.copy_(tiles[1])
 
 
+def gpu() -> Gpu:
+    """The one that benchmarks run on."""
+    return fp4_launch.gpu_of(torch.device("cuda", 0))
+
+
+def ampere(processors: int) -> Gpu:
+    """So many multiprocessors of this GPU as one without clusters, bulk copies and wgmma, with all of its memory's
+    rate."""
+    return gpu()._replace(capability=(8, 0), processors=processors)
+
+
 def sources(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[Source]:
     """What a plan runs for rows of bf16."""
-    files = mma_plan.MMA_FILES if isinstance(plan, MmaPlan) else wgmma_plan.WGMMA_FILES
-    parts = [rows.plan for rows in wgmma_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
-    return [(files, tuple(part.macros(False).items())) for part in parts]
+    if isinstance(plan, MmaPlan):
+        return [(mma_plan.MMA_FILES, tuple(plan.macros(False).items()))]
+    parts = wgmma_plan.launches(plan, m, n, gpu().processors)
+    return [(wgmma_plan.WGMMA_FILES, tuple(rows.plan.macros(False).items())) for rows in parts]
 
 
 def compile_for(source: Source) -> None:

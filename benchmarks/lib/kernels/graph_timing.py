@@ -39,20 +39,21 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def graph_of(calls: Sequence[Callable[[], object]]) -> Replay:
+def graph_of(calls: Sequence[Callable[[], object]], on: torch.cuda.Stream | None = None) -> Replay:
     """A CUDA graph of all ``calls``, replayed once to its end; all of them run before, as in a model that is warmed up.
+    Both on a stream of its own, or ``on`` the current one, which keeps a green context's multiprocessors.
 
     A call that fails on the GPU therefore raises here, and nothing before it is still under way. And a captured launch
     overlaps the kernel ahead of it only where another one has read its weight before (kernels/runtime/launch.py).
     """
-    stream = torch.cuda.Stream()
+    stream = on or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=on):
         for call in calls:
             call()
     graph.replay()

@@ -21,7 +21,7 @@ import tempfile
 from typing import Any
 
 Loops = list[tuple[int, int]]
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MASKS = ("none", "boolean", "additive")
 # What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked
 # attention.

@@ -35,6 +35,8 @@ OTHERS = {
         "specialized,64,none,bf16,window",
         "specialized,256,additive,bf16,broadcast",
     ),
+    100: ("forward,128,none", "dq,128,none", "dkv,128,none"),
+    120: ("forward,128,none", "dq,128,none", "dkv,64,boolean"),
 }
 PROGRAM = """
 import sys

@@ -257,3 +257,17 @@ def test_refused_shapes():
         flash_attention(q, k, v[:, :, :5])
     with pytest.raises(ConfigurationError, match="must match"):
         flash_attention(q, k[:, :1].half(), v[:, :1])
+
+
+def test_a_release_of_triton_without_hoppers_forward_is_said_once(monkeypatch):
+    from vblackwell.kernels.attention import launch
+
+    launch._runs_specialized.cache_clear()
+    monkeypatch.setattr(launch.triton, "__version__", "3.7.1")
+    with pytest.warns(UserWarning, match=r"Triton 3\.7\.1: .* install Triton 3\.6\.x"):
+        assert not launch._runs_specialized()
+    assert not launch._runs_specialized()  # a second warning would be an error
+    launch._runs_specialized.cache_clear()
+    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+    assert launch._runs_specialized()
+    launch._runs_specialized.cache_clear()

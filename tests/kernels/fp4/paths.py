@@ -33,6 +33,10 @@ MMA = [
     (MmaPlan(8, 7, 4, 1, 4, chunk=16, x_stages=3), [(8, 28672, 8192), (7, 230, 1664)]),
     (MmaPlan(16, 1, 4, 2, 4, 2, chunk=16, x_stages=2), [(16, 4096, 4096), (5, 65, 1088)]),
     (MmaPlan(1, 1, 16, 1, 4, chunk=256, x_stages=1), [(1, 4096, 14336), (1, 31, 128)]),
+    # Without clusters: tall blocks of 64 tokens, blocks that split K and meet in global memory
+    (MmaPlan(64, 8, 1, 1, 2, x_bytes=32 * 1024), [(256, 8192, 8192), (130, 300, 520)]),
+    (MmaPlan(64, 4, 2, 1, 2, x_bytes=32 * 1024, k_blocks=3), [(64, 4096, 4096), (200, 130, 520)]),
+    (MmaPlan(16, 2, 4, 1, 2, x_bytes=32 * 1024, k_blocks=8), [(40, 4096, 14336), (13, 33, 4104)]),
 ]
 WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks
     *[
@@ -69,10 +73,16 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(32, 2, 2, 8, k_groups=2, windows_per_step=2), [(32, 6144, 4096), (20, 300, 712)]),
     (WgmmaPlan(32, 4, 1, 8, windows_per_step=2), [(32, 28672, 8192), (20, 300, 712)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
-    (
-        WgmmaPlan(256, 2, 1, 4),
-        [(1000, 14336, 512), (1024, 6144, 4096), (250, 130, 200)],
-    ),  # the first two in two launches
+    # tokens that are no power of two, halves of them, whole rounds and a tail of other tokens, one that splits K
+    (WgmmaPlan(224, 1, 2, 6, k_groups=2), [(200, 3072, 8192), (250, 130, 200)]),
+    (WgmmaPlan(80, 1, 1, 8, k_groups=4), [(200, 2560, 6912), (250, 130, 520)]),
+    (WgmmaPlan(112, 3, 1, 6), [(200, 11008, 4096), (250, 130, 200)]),
+    (WgmmaPlan(176, 2, 1, 4), [(1024, 2560, 6912), (250, 130, 200)]),
+    (WgmmaPlan(208, 1, 1, 6, k_groups=2), [(1000, 1000, 1000), (250, 130, 200)]),
+    (WgmmaPlan(48, 1, 1, 8, k_groups=2, windows_per_step=2), [(40, 4096, 4096), (47, 130, 520)]),
+    (WgmmaPlan(256, 2, 1, 4, tail=WgmmaPlan(256, 1, 1, 6, k_groups=2)), [(1000, 14336, 512), (1024, 6144, 4096)]),
+    (WgmmaPlan(256, 2, 1, 4, tail=WgmmaPlan(176, 2, 1, 4)), [(1024, 11008, 4096)]),
+    (WgmmaPlan(256, 2, 1, 4, tail=WgmmaPlan(256, 1, 2, 6, k_groups=2)), [(1024, 5120, 13824)]),
 ]
 W4A8 = [*itertools.product(w4a8.STEP_CYCLES, (torch.bfloat16,)), (256, torch.float16)]
 REPEATS = 20  # launches back to back, which overlap
@@ -92,7 +102,8 @@ def in_tiles(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype) -> bool:
 def compile_all() -> None:
     """Into the cache on disk, on all cores."""
     jobs = []
-    for (plan, _), fp16 in itertools.product((*MMA, *WGMMA), (False, True)):
+    tails = [(plan.tail, ()) for plan, _ in WGMMA if plan.tail]
+    for (plan, _), fp16 in itertools.product((*MMA, *WGMMA, *tails), (False, True)):
         jobs.append((MMA_FILES if isinstance(plan, MmaPlan) else WGMMA_FILES, plan.macros(fp16, True)))
         if not fp16 and in_tiles(plan, torch.bfloat16):
             jobs.append((WGMMA_FILES, plan.macros(False)))

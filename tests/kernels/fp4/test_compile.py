@@ -4,22 +4,26 @@ threads.
 
 import ctypes
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.emulation import A100
 from tests.kernels.machine_code import resources, sass
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import mma_plan, w4a8, wgmma_plan
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.mma_plan import H200, Gpu, MmaPlan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import launch, nvrtc
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
+SHARED_BYTES = dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), 99 * 1024)  # an A100 has 163 KB
+SHARED_BYTES |= dict.fromkeys(("sm_90a", "sm_100"), 227 * 1024)
 UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(32, 2, 2, 6, k_groups=2),
     WgmmaPlan(64, 1, 1, 8, k_groups=4),
@@ -37,60 +41,54 @@ one_in_ten_or_all = pytest.mark.parametrize(
 )
 
 
+# Each compute capability that there is a kernel for, by a GPU that has it (a B200 and an RTX 5090 are the last two).
+GPUS = {
+    "sm_80": A100,
+    "sm_86": Gpu((8, 6), 46, 0.448e6),
+    "sm_89": Gpu((8, 9), 128, 1.008e6),
+    "sm_90a": H200,
+    "sm_100": Gpu((10, 0), 148, 8e6),
+    "sm_120": Gpu((12, 0), 170, 1.792e6),
+}
+
+
 @functools.cache
-def plans(clusters: bool, bulk: bool = True) -> list[MmaPlan]:
-    rows = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32)
-    return list(dict.fromkeys(mma_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
+def plans(gpu: Gpu, bulk: bool = True, one_block: bool = False) -> list[MmaPlan]:
+    """For rows up to the most that a rule gives ``fp4_mma``."""
+    rows = (1, 2, 3, 4, 5, 8, 9, 16) + (() if one_block or gpu.clusters else (17, 32, 33, 64, 100, 256))
+    return list(dict.fromkeys(mma_plan.plan_mma(m, n, k, gpu, bulk, one_block) for n, k in SHAPES for m in rows))
+
+
+def check_usage(plan: MmaPlan, macros: dict[str, int], arch: str, folder: Path) -> None:
+    """No local memory, and registers for all threads."""
+    usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, macros, arch), folder)["fp4_mma"]
+    assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+    assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
 
 
 @one_in_ten_or_all
-@pytest.mark.parametrize(
-    "arch", ["sm_80", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_86", "sm_89"))]
-)
-def test_mma_without_clusters(arch, chosen, tmp_path):
-    for plan in plans(False)[chosen]:
-        usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
-            "fp4_mma"
-        ]
-        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
-        assert usage["REG"] * plan.threads <= 65536, plan
-    for plan in plans(False):
-        assert max(plan.shared_bytes(k) for _, k in SHAPES) <= SHARED_BYTES[arch], plan
-        assert plan.threads <= 1024 and plan.splits == 1
+@pytest.mark.parametrize("arch", GPUS)
+def test_mma(arch, chosen, tmp_path):
+    gpu = GPUS[arch]
+    for plan in plans(gpu)[chosen]:
+        check_usage(plan, plan.macros(plan.tokens == 4), arch, tmp_path)
+    for plan in plans(gpu):
+        assert plan.threads <= 1024 and plan.splits <= (8 if gpu.clusters else 1)
+    for (n, k), m in itertools.product(SHAPES, (1, 3, 8, 16, 32, 64, 256)):
+        assert mma_plan.plan_mma(m, n, k, gpu).shared_bytes(k) <= SHARED_BYTES[arch], (m, n, k)
 
 
 @one_in_ten_or_all
-def test_mma_with_clusters(chosen, tmp_path):
-    for plan in plans(True)[chosen]:
-        usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
-        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
-        assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
-    assert all(plan.splits <= 8 for plan in plans(True))
-    for n, k in SHAPES:
-        for m in (1, 3, 8, 16):
-            assert mma_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
-
-
-@one_in_ten_or_all
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", GPUS)
 def test_norm_on_the_way(arch, chosen, tmp_path):
     """Plans for up to 16 rows, and every plan's shared memory."""
-    clusters = arch == "sm_90a"
-    for plan in [plan for plan in plans(clusters, False) if plan.tokens <= 16][chosen]:
-        cubin = nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=True), arch)
-        usage = resources(cubin, tmp_path)["fp4_mma"]
-        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
-        assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
-    for plan in [plan for plan in plans(True) if clusters and plan.chunk][chosen]:  # x in bulk copies
-        cubin = nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=True), arch)
-        usage = resources(cubin, tmp_path)["fp4_mma"]
-        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * plan.threads <= 65536, (plan, usage)
-        assert plan.shared_bytes(8192, norm=True) <= SHARED_BYTES[arch], plan
-    for architecture in ("sm_90a",) if clusters else ("sm_80", "sm_86", "sm_89"):
-        for n, k in SHAPES:
-            for m in (1, 3, 8, 16):
-                used = mma_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=True)
-                assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
+    gpu = GPUS[arch]
+    found = plans(gpu, False, True) + (plans(gpu, True, True) if gpu.clusters else [])
+    for plan in found[chosen]:
+        check_usage(plan, plan.macros(False, norm=True), arch, tmp_path)
+    for (n, k), m, bulk in itertools.product(SHAPES, (1, 3, 8, 16), (False, True)):
+        used = mma_plan.plan_mma(m, n, k, gpu, bulk, one_block=True).shared_bytes(k, norm=True)
+        assert used <= SHARED_BYTES[arch], (arch, m, n, k, used)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +115,12 @@ def test_w4a8(width, tmp_path):
 
 @one_in_ten_or_all
 def test_wgmma(chosen, tmp_path):
-    shapes = [(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512, 1024)]
-    every = {rows.plan for m, n, k in shapes for rows in wgmma_plan.launches(wgmma_plan.plan_wgmma(m, n, k), m, n)}
+    shapes = [(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 100, 129, 200, 512, 1000, 1024)]
+    every = {
+        rows.plan
+        for m, n, k in shapes
+        for rows in wgmma_plan.launches(wgmma_plan.plan_wgmma(m, n, k, H200), m, n, H200.processors)
+    }
     assert all(plan.shared_bytes() <= SHARED_BYTES["sm_90a"] for plan in every)
     for plan in [*sorted(every, key=str)[chosen], *UNUSED[chosen]]:
         assert plan.shared_bytes() <= SHARED_BYTES["sm_90a"] // plan.min_blocks - 1024, plan
@@ -134,7 +136,7 @@ def test_wgmma(chosen, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_89"))]
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in GPUS if arch != "sm_90a")]
 )
 def test_dequantize(arch, tmp_path):
     jobs: list[tuple[tuple[str, ...], str, dict[str, int]]] = [
@@ -142,7 +144,7 @@ def test_dequantize(arch, tmp_path):
         for out in range(3)
         for parts in range(2)
     ]
-    if arch in ("sm_89", "sm_90a"):  # E4M3 needs 8.9
+    if arch not in ("sm_80", "sm_86"):  # E4M3 needs 8.9
         jobs.append((w4a8.E4M3_FILES, "prepare_e4m3", w4a8.prepare_macros(False, 1 << 14)))
     for files, entry, macros in jobs:
         usage = resources(nvrtc.compile_cubin(files, macros, arch), tmp_path)[entry]

@@ -49,6 +49,16 @@ ONE_TYPE = [  # nothing in which halves differ
     (MmaPlan(4, 3, 4, 2, 4, chunk=32, x_stages=1), 3, 70, 4032),
     (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),
     (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),
+    # Tokens that are no power of two, also in halves of an odd number of eights.
+    (WgmmaPlan(48, 1, 1, 4, 2, k_groups=2), 45, 70, 520),
+    (WgmmaPlan(208, 1, 1, 4, 2, k_groups=2), 200, 40, 264),
+    (WgmmaPlan(80, 1, 2, 4, 2), 130, 40, 264),
+    (WgmmaPlan(96, 1, 2, 4, 2, k_groups=2), 90, 40, 520),
+    # Blocks that split K and meet in global memory: shares that end before K does, and one that begins after it.
+    (MmaPlan(64, 1, 2, 1, 2, x_bytes=32768), 70, 40, 520),
+    (MmaPlan(16, 2, 2, 1, 2, x_bytes=8192, k_blocks=3), 40, 70, 1600),
+    (MmaPlan(4, 1, 4, 1, 2, k_blocks=4), 6, 40, 840),
+    (MmaPlan(64, 1, 2, 1, 1, x_bytes=32768, k_blocks=2), 50, 33, 700),
 ]
 # Each in one type, in turns; in the other one with what is slow.
 CASES = [pytest.param(*case, HALVES[place % 2]) for place, case in enumerate(MMA + WGMMA)]
@@ -73,13 +83,24 @@ def test_the_first_round_of_x_does_not_stand_for_the_others():
         assert emulation.error_over_bound(emulation.linear(plan, x_MK, tiled, None, "none", 32), x_MK, w_NK) <= 1
 
 
-@pytest.mark.parametrize(("m", "n", "processors", "halves"), [(60, 330, 2, 2), (260, 300, 5, 1)])
-def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
-    """After two blocks, or two in each of two columns; the second has no row in the other half of its last block,
-    which is left out.
+LOW = WgmmaPlan(256, 1, 1, 6, k_groups=2)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "processors", "tail", "parts"),
+    [
+        (60, 330, 2, LOW, [(0, 2), (4, 2)]),
+        (260, 300, 5, LOW, [(0, 2), (4, 1)]),
+        (60, 330, 2, WgmmaPlan(48, 2, 1, 4), [(0, 2), (2, 1)]),
+        (60, 330, 2, WgmmaPlan(64, 2, 4, 3), [(0, 2), (2, 1)]),
+    ],
+)
+def test_a_tail_after_whole_rounds(m, n, processors, tail, parts):
+    """After two blocks, or two in each of two columns: blocks of half the height, of other tokens, that split K. The
+    second product has no row in the other half of its last block, which is left out.
     """
-    plan, k = WgmmaPlan(256, 2, 1, 4), 72
-    assert [(rows.first, rows.blocks) for rows in wgmma_plan.launches(plan, m, n, processors)] == [(0, 2), (4, halves)]
+    plan, k = WgmmaPlan(256, 2, 1, 4, tail=tail), 330
+    assert [(rows.first, rows.blocks) for rows in wgmma_plan.launches(plan, m, n, processors)] == parts
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK = torch.randn(m, k).bfloat16()
     y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n, processors=processors)

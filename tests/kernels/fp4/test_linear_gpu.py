@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.kernels.emulation import error_over_bound, random_weight
+from tests.kernels.emulation import A100, error_over_bound, random_weight
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import mma_plan, reference, wgmma_plan
@@ -28,11 +28,15 @@ def test_fp32_sums_within_the_bound_and_repeatable(n, k, m, dtype):
     w_NK, tiled = on_gpu("nvfp4" if dtype == torch.bfloat16 else "mxfp4", n, k)
     x_MK = torch.randn(m, k, device="cuda").to(dtype)
     runs = []
-    if m <= 32:
-        plan = mma_plan.plan_mma(m, n, k, mma_plan.has_clusters(torch.cuda.get_device_capability()))
+    gpu = fp4_launch.gpu_of(x_MK.device)
+    if m <= 16:
+        plan = mma_plan.plan_mma(m, n, k, gpu)
         runs.append(lambda: fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32))
+    if m <= 256:  # as where there are no clusters
+        ampere = mma_plan.plan_mma(m, n, k, A100)
+        runs.append(lambda: fp4_launch.run_mma(ampere, x_MK, tiled, None, "none", n, torch.float32))
     if torch.cuda.get_device_capability() == (9, 0):
-        wide = wgmma_plan.plan_wgmma(m, n, k)
+        wide = wgmma_plan.plan_wgmma(m, n, k, gpu)
         runs.append(lambda: fp4_launch.run_wgmma(wide, x_MK, tiled, None, "none", n, torch.float32))
     for run in runs:
         torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold

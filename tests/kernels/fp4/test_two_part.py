@@ -13,7 +13,7 @@ from tests.kernels.machine_code import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, two_part, two_part_round
-from vblackwell.kernels.fp4.mma_plan import MMA_FILES
+from vblackwell.kernels.fp4.mma_plan import H200, MMA_FILES
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.two_part import TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
@@ -338,7 +338,7 @@ def test_rounding_on_the_gpu(dtype, k):
     ],
 )
 def test_compiles_without_spills_and_fits(arch, m, tmp_path):
-    plan = two_part.plan_two_part(m, 8192, 8192, arch == "sm_90a")
+    plan = two_part.plan_two_part(m, 8192, 8192, H200 if arch == "sm_90a" else emulation.A100)
     usage = resources(nvrtc.compile_cubin(MMA_FILES, plan.macros(), arch), tmp_path)["fp4_mma"]
     assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
@@ -354,11 +354,11 @@ def test_rounding_compiles_without_spills(tmp_path):
     )  # four blocks of 256 threads a multiprocessor
 
 
-@pytest.mark.parametrize(("clusters", "most"), [(True, 227 * 1024), (False, 99 * 1024)])
-def test_plans_fit_shared_memory(clusters, most):
+@pytest.mark.parametrize(("gpu", "most"), [(H200, 227 * 1024), (emulation.A100, 99 * 1024)])
+def test_plans_fit_shared_memory(gpu, most):
     for rows in range(1, 17):
         for n, k in ((256, 64), (768, 3072), (4096, 4096), (4096, 14336), (8192, 8192), (8192, 28672)):
-            plan = two_part.plan_two_part(rows, n, k, clusters)
+            plan = two_part.plan_two_part(rows, n, k, gpu)
             windows, count = plan.chunks(k)
             assert plan.shared_bytes(k) <= most, (plan, k)
             if plan.chunk:
@@ -375,8 +375,8 @@ def test_kernel_on_the_gpu(m, n, k):
     w_NK, parts = random_parts(n, k)
     tiled = [tensor.cuda() for tensor in layout.parts_to_tiled(*parts, n, k)]
     x_MK = torch.randn(m, k).bfloat16().cuda()
-    for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
-        plan = two_part.plan_two_part(m, n, k, clusters)
+    for gpu in (H200, emulation.A100) if torch.cuda.get_device_capability()[0] == 9 else (emulation.A100,):
+        plan = two_part.plan_two_part(m, n, k, gpu)
         first, second = (fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2))
         assert torch.equal(first, second)
         assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan

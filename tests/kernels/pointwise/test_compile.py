@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 PROGRAM = """
 import itertools, json, pathlib, re, subprocess, sys
@@ -28,7 +28,7 @@ def rms(width, stages):
     return {"TILE": rows_triton.Tile(width, rows, block, 64, stages)}, warps
 
 def cases(capability):
-    shared = (224 if capability == 90 else 96) << 10
+    shared = (224 if capability in (90, 100) else 96) << 10
     for width in (128, 2560, 8192):
         yield rows_triton._rms_norm, *rms(width, rows_triton.forward_stages(width, 2, 2, True, shared))
         shape, warps = rms(width, rows_triton.backward_stages(width, 2, True, shared))
@@ -118,10 +118,12 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "stride"), [([90], 3), pytest.param([80, 86, 89, 90], 1, marks=pytest.mark.slow)], ids=str
+    ("capabilities", "stride"),
+    [([90], 3), ([100, 120], 7), pytest.param([80, 86, 89, 90, 100, 120], 1, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_kernels_fit(capabilities, stride, program, tmp_path):
-    """Every third for the newest; all, and for 86 with the least shared memory, with what is slow."""
+    """Some for those that a GPU is likely to have; all, and for 86 with the least shared memory, with what is slow."""
     words = [json.dumps(capabilities), str(tmp_path / "kernel.cubin"), str(stride)]
     found = json.loads(program(PROGRAM, *words, TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
     assert len(found) == len(range(0, 40 * len(capabilities), stride))

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +19,9 @@ from tests.kernels.emulation import random_weight
 from tests.kernels.fp4.test_two_part import random_parts
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, w4a8
-from vblackwell.kernels.fp4.mma_plan import plan_mma
+from vblackwell.kernels.fp4.mma_plan import H200, MmaPlan, plan_mma
 from vblackwell.kernels.fp4.two_part import plan_two_part
-from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan, plan_wgmma
 from vblackwell.kernels.runtime import counters, launch, nvrtc
 from vblackwell.kernels.runtime.launch import may_overlap
 
@@ -95,6 +95,7 @@ class Driver:
         self.mode = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, as threads begin
         self.loads: list[int] = []
         self.queued: list[tuple[int | None, list[int]]] = []  # stream and parameters of each launch
+        self.grids: list[tuple[int, ...]] = []
 
     def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -114,6 +115,7 @@ class Driver:
     def cuLaunchKernelEx(self, config, function, pointers, extra) -> int:  # noqa: N802
         found = ctypes.cast(config, ctypes.POINTER(launch.Launch)).contents
         self.overlapped.append(found.count == 1)
+        self.grids.append(tuple(found.grid))
         at = ctypes.cast(pointers, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
         self.queued.append((found.stream, [at[place].contents.value for place in range(self.parameters)]))
         return 0
@@ -153,12 +155,12 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
     coarse, two = random_weight("mxfp4", n, k)[1], layout.parts_to_tiled(*random_parts(n, k)[1], n, k)
     top = w4a8.row_tops(coarse[1], n, k)
     runs = {
-        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, True), x, coarse, None, "none", n)),
-        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k), x, coarse, None, "none", n)),
+        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, H200), x, coarse, None, "none", n)),
+        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k, H200), x, coarse, None, "none", n)),
         "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(coarse, n, k, torch.bfloat16)),
         "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, (*coarse, top), n, k)),
         "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
-        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, True), x, two, None, "none", n)),
+        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, H200), x, two, None, "none", n)),
         "fp4_dequantize, two parts": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
     }
     early = set()
@@ -189,7 +191,7 @@ def test_a_call_queues_its_own_tensors_on_the_stream_and_the_gpu_at_hand(driver,
     driver.parameters = 6  # x, three of the weight, bias and y, which come first
     weights = [random_weight("mxfp4", n, k, seed)[1] for seed in range(4)]
     rows = [torch.randn(3, k).bfloat16() for _ in weights]
-    bias, plan = torch.zeros(n, dtype=torch.bfloat16), plan_mma(3, n, k, True)
+    bias, plan = torch.zeros(n, dtype=torch.bfloat16), plan_mma(3, n, k, H200)
     kept = list[torch.Tensor]()  # outputs, whose addresses would be given out again
 
     def call(place: int) -> tuple[int, ...]:
@@ -211,6 +213,41 @@ def test_a_call_queues_its_own_tensors_on_the_stream_and_the_gpu_at_hand(driver,
     assert driver.queued[-1][0] == 7 and entered == [torch.device("cpu")]
     call(0)
     assert len(entered) == 1, "the GPU was current"
+
+
+def test_each_launch_of_a_tail_reads_rows_swizzled_for_its_tokens(driver):
+    """Whole rounds in blocks of 128 tokens, then a tail of 64 with rows of its own, or of 128 with the same."""
+    n, k = 128 * 140, 64  # 140 blocks of two groups for 132 multiprocessors: 132, and 16 of one group
+    driver.parameters = 4  # rows, swizzled rows, M, K; or swizzled rows and the weight
+    weight, x = random_weight("mxfp4", n, k)[1], torch.randn(128, k).bfloat16()
+    at = [tensor.data_ptr() for tensor in weight]
+    for tokens in (64, 128):
+        plan = WgmmaPlan(128, 2, 1, 4, tail=WgmmaPlan(tokens, 1, 1, 4))
+        driver.queued.clear()
+        fp4_launch.run_wgmma(plan, x, weight, None, "none", n)
+        *swizzles, whole, tail = [values for _, values in driver.queued]
+        assert [(values[0], *values[2:]) for values in swizzles] == [(x.data_ptr(), 128, k)] * len({128, tokens})
+        assert whole == [swizzles[0][1], *at] and tail == [swizzles[-1][1], *at]
+        assert len({values[1] for values in swizzles}) == len(swizzles)
+        assert driver.grids[-2:] == [(132, 1, 1), (16, 1, 128 // tokens)]
+
+
+def test_blocks_that_meet_in_global_memory_get_sums_and_counters(driver, monkeypatch):
+    """70 features in 2 columns of blocks, 40 rows in 3: a counter for each of 6, on which 3 shares of K meet."""
+    n, k, counted = 70, 1600, []
+    now, stale = torch.zeros(6, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+
+    def zeroed(count: int, device: torch.device) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor, int]]:
+        counted.append(count)
+        return nullcontext((now, stale, 5))
+
+    monkeypatch.setattr(counters, "zeroed", zeroed)
+    driver.parameters = 16  # all of them
+    weight, x = random_weight("mxfp4", n, k)[1], torch.randn(40, k).bfloat16()
+    y = fp4_launch.run_mma(MmaPlan(16, 2, 2, 1, 2, k_blocks=3), x, weight, None, "none", n)
+    ((_, values),) = driver.queued
+    assert values[:6] == [x.data_ptr(), *(tensor.data_ptr() for tensor in weight), 0, y.data_ptr()]
+    assert values[6:9] == [40, n, k] and values[13:] == [now.data_ptr(), stale.data_ptr(), 5] and counted == [6]
 
 
 def test_a_kernel_is_loaded_outside_a_capture_and_by_one_thread(driver, monkeypatch):
@@ -253,7 +290,7 @@ def test_a_weight_that_was_just_written_is_read_as_it_is():
     n, k = 512, 1024
     tiled = [tuple(part.cuda() for part in random_weight("nvfp4", n, k, seed)[1]) for seed in range(2)]
     x = torch.randn(3, k, device="cuda").bfloat16()
-    plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
+    plan = plan_mma(3, n, k, fp4_launch.gpu_of(x.device))
     run = lambda weight: fp4_launch.run_mma(plan, x, weight, None, "none", n)  # noqa: E731
     wanted = [run(weight) for weight in tiled]
     changing = tuple(part.clone() for part in tiled[0])
@@ -268,7 +305,7 @@ def test_a_kernel_is_loaded_while_a_graph_is_captured():
     n, k = 70, 192
     tiled = tuple(part.cuda() for part in random_weight("nvfp4", n, k)[1])
     x = torch.randn(3, k, device="cuda").bfloat16()
-    plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
+    plan = plan_mma(3, n, k, fp4_launch.gpu_of(x.device))
     wanted = fp4_launch.run_mma(plan, x, tiled, None, "none", n)
     launch._kernels.clear()
     forget_prepared()

@@ -13,6 +13,7 @@ MACHINE = {"gpu": "NVIDIA H200", "multiprocessors": "132", "driver": "13000", "t
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "machine", lambda device: MACHINE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     tuning.entries.cache_clear()
     yield tmp_path
     tuning.entries.cache_clear()
@@ -20,7 +21,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_what_was_stored_is_found_again_before_what_was_shipped(monkeypatch, own_cache):
     monkeypatch.setattr(tuning, "SHIPPED", own_cache)
-    tuning.store("kind", GPU, {"a": {"us": 1}, "b": {"us": 2}}, tuning.shipped_path("kind", MACHINE["gpu"]))
+    tuning.store("kind", GPU, {"a": {"us": 1}, "b": {"us": 2}}, tuning.shipped_path("kind", GPU))
     assert tuning.entries("kind", GPU) == {"a": {"us": 1}, "b": {"us": 2}}
     tuning.store("kind", GPU, {"a": {"us": 3}})
     assert tuning.entries("kind", GPU) == {"a": {"us": 3}, "b": {"us": 2}}

@@ -2,6 +2,8 @@
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false
 
+import functools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,20 @@ from vblackwell.kernels.attention.plan import (
 )
 from vblackwell.kernels.runtime.registry import capability, empty_of
 from vblackwell.kernels.runtime.triton_launch import MAX_KEYS, layout, queue
+
+
+@functools.cache
+def _runs_specialized() -> bool:
+    """Whether hopper.py's forward has been run with this release of Triton; says once where it has not."""
+    if triton.__version__.startswith(SPECIALIZED_TRITON):
+        return True
+    known = " or ".join(f"{version}x" for version in SPECIALIZED_TRITON)
+    warnings.warn(
+        f"Triton {triton.__version__}: attention's forward for Hopper has run with {known} alone, so the general one,"
+        f" which is slower and rounds otherwise, takes its place: install Triton {known}",
+        stacklevel=2,
+    )
+    return False
 
 
 class Options(NamedTuple):
@@ -105,9 +121,10 @@ class _Call:
             and self.takes_tma(self.q, self.k, self.v)
             and (self.mask_kind != "additive" or self.describes_mask())
         )
-        if not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
+        if not fits:
             return None
-        return specialized_plan(self.head, self.q.element_size(), capability(self.q.device), self.mask_kind)
+        plan = specialized_plan(self.head, self.q.element_size(), capability(self.q.device), self.mask_kind)
+        return plan if plan and _runs_specialized() else None
 
     def takes_tma(self, *tensors: Tensor) -> bool:
         if self.varlen:

@@ -2,6 +2,7 @@
 what is left of a call are allocations, addresses and the driver. ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -12,16 +13,18 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan, ceil_div, launch_bytes, round_up
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES, Gpu, MmaPlan, ceil_div, launch_bytes, round_up
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
-from vblackwell.kernels.runtime.launch import Grid, Launcher, float_bits, kernel
+from vblackwell.kernels.runtime import counters
+from vblackwell.kernels.runtime.launch import Grid, Launcher, check_driver, driver, float_bits, kernel
 
 DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/fp4_dequantize.cu")
 Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
 Product = Callable[..., Tensor]  # of x_MK, a weight, and a bias or None, for the one shape that it was made for
 PARTS = 4  # tensors of a weight in two parts
 _address = Tensor.data_ptr
+_MEMORY_CLOCK_KHZ, _MEMORY_BUS_BITS = 36, 37  # CU_DEVICE_ATTRIBUTE_*
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
 
 
@@ -55,6 +58,18 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """What plans know of ``device``, a CUDA device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = [ctypes.c_int(), ctypes.c_int()]
+    for value, attribute in zip(found, (_MEMORY_CLOCK_KHZ, _MEMORY_BUS_BITS), strict=True):
+        result = driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, index)
+        check_driver(result, f"asking for attribute {attribute} of GPU {index}")
+    khz, bits = (value.value for value in found)
+    return Gpu(torch.cuda.get_device_capability(device), processors(device), 2 * khz / 1000 * bits / 8)
+
+
 @functools.lru_cache(4096)
 def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = None, norm: bool = False) -> Product:
     """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. With ``norm`` it is given the gain, of
@@ -68,7 +83,8 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
     if norm and not plan.chunk and plan.threads & (plan.threads - 1):
         raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
     macros = plan.macros(dtype == torch.float16, (out_dtype or dtype) == torch.float32, norm)
-    grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
+    columns, blocks, meeting = ceil_div(n, 32 * plan.row_warps), ceil_div(m, plan.tokens), plan.k_blocks > 1
+    grid = (columns, plan.splits * plan.k_blocks, blocks)
     shared_bytes = plan.shared_bytes(k, norm)
     numbers = (m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
     if weight_tensors == PARTS:
@@ -76,7 +92,9 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
     elif plan.chunk:
         shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
     compiled = kernel(MMA_FILES, "fp4_mma", macros, device)
-    queue = compiled.launcher(plan.threads, shared_bytes, 3 + weight_tensors + len(numbers) + 2 * norm).queue
+    parameters = 3 + weight_tensors + len(numbers) + 2 * norm + 4 * meeting
+    queue = compiled.launcher(plan.threads, shared_bytes, parameters).queue
+    left_sums = math.prod(grid) * plan.tokens * 32 * plan.row_warps
 
     def run(x_MK: Tensor, weight: Weight, bias: Tensor | None, *gain_and_eps: Any) -> Tensor:
         y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)
@@ -88,7 +106,12 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
         if norm:
             gain_K, eps = gain_and_eps
             at = (*at, gain_K.data_ptr(), float_bits(eps))
-        queue(grid, at, weight)
+        if not meeting:
+            queue(grid, at, weight)
+            return y_MN
+        sums = x_MK.new_empty(left_sums, dtype=torch.float32)
+        with counters.zeroed(columns * blocks, device) as (now, stale, stale_count):
+            queue(grid, (*at, sums.data_ptr(), now.data_ptr(), stale.data_ptr(), stale_count), weight)
         return y_MN
 
     return run
@@ -113,36 +136,40 @@ def run_mma(
 
 @functools.lru_cache(4096)
 def prepare_wgmma(plan: WgmmaPlan, given: Given, out_dtype: torch.dtype | None = None) -> Product:
-    """``fp4_wgmma``, once or twice, after ``swizzle_x``; ``out_dtype`` may be fp32, else the type of x."""
+    """``fp4_wgmma``, and its tail if any, after ``swizzle_x`` for the tokens of either; ``out_dtype`` may be fp32, else
+    the type of x."""
     shape, dtype, activation, weight_tensors, device = given
     *rows, n, given_k = shape
     m, k, y_shape = math.prod(rows), round_up(given_k, 8), (*rows, n)
-    windows, blocks = ceil_div(k, 64), ceil_div(m, plan.tokens)
-    fp16, out32 = dtype == torch.float16, (out_dtype or dtype) == torch.float32
-    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16, out32), device).launcher(128, 0, 4).queue
-    swizzle_grid, x_elements = (
-        (ceil_div(windows * plan.tokens * 8, 256), blocks, 1),
-        blocks * windows * plan.tokens * 64,
-    )
-    products: list[tuple[Callable[..., None], Grid, int]] = []
-    for part in launches(plan, m, n):
-        grid = (part.blocks, plan.splits, blocks)
-        shared_bytes = launch_bytes(part.plan.shared_bytes(), math.prod(grid), processors(device))
-        compiled = kernel(WGMMA_FILES, "fp4_wgmma", part.plan.macros(fp16, out32), device)
-        launcher = compiled.launcher(part.plan.threads, shared_bytes, 8 + weight_tensors)
-        products.append((launcher.queue, grid, part.first))
+    windows, fp16, out32 = ceil_div(k, 64), dtype == torch.float16, (out_dtype or dtype) == torch.float32
+    swizzles: dict[int, tuple[Callable[..., None], Grid, int]] = {}  # by tokens of a block
+    products: list[tuple[Callable[..., None], Grid, int, int]] = []  # with tokens and first block
+    for part, first, rows_of_blocks in launches(plan, m, n, processors(device)):
+        macros, tokens, blocks = part.macros(fp16, out32), part.tokens, ceil_div(m, part.tokens)
+        if tokens not in swizzles:
+            swizzle = kernel(WGMMA_FILES, "swizzle_x", macros, device).launcher(128, 0, 4)
+            grid = (ceil_div(windows * tokens * 8, 256), blocks, 1)
+            swizzles[tokens] = swizzle.queue, grid, blocks * windows * tokens * 64
+        grid = (rows_of_blocks, part.splits, blocks)
+        shared_bytes = launch_bytes(part.shared_bytes(), math.prod(grid), processors(device))
+        product = kernel(WGMMA_FILES, "fp4_wgmma", macros, device)
+        launcher = product.launcher(part.threads, shared_bytes, 8 + weight_tensors)
+        products.append((launcher.queue, grid, tokens, first))
     numbers = (m, n, k, ACTIVATIONS.index(activation))
 
     def run(x_MK: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)
         if k != given_k or x_MK.data_ptr() % 16:
             x_MK, _ = aligned(x_MK.view(m, given_k))
-        x_swizzled, bias = x_MK.new_empty(x_elements), like(bias, x_MK)
+        swizzled: dict[int, Tensor] = {}
+        x_at, bias = x_MK.data_ptr(), like(bias, x_MK)
         bias_at = 0 if bias is None else bias.data_ptr()
-        swizzle(swizzle_grid, (x_MK.data_ptr(), x_swizzled.data_ptr(), m, k))
-        at = (x_swizzled.data_ptr(), *map(_address, weight), bias_at, y_MN.data_ptr(), *numbers)
-        for queue, grid, first in products:
-            queue(grid, (*at, first), weight)
+        for tokens, (queue, grid, elements) in swizzles.items():
+            swizzled[tokens] = x_MK.new_empty(elements)
+            queue(grid, (x_at, swizzled[tokens].data_ptr(), m, k))
+        at = (*map(_address, weight), bias_at, y_MN.data_ptr(), *numbers)
+        for queue, grid, tokens, first in products:
+            queue(grid, (swizzled[tokens].data_ptr(), *at, first), weight)
         return y_MN
 
     return run

@@ -16,9 +16,18 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import Given, Product, Weight, like, prepare_mma, prepare_wgmma, run_dequantize
+from vblackwell.kernels.fp4.launch import (
+    Given,
+    Product,
+    Weight,
+    gpu_of,
+    like,
+    prepare_mma,
+    prepare_wgmma,
+    run_dequantize,
+)
 from vblackwell.kernels.fp4.layout import Shape
-from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
+from vblackwell.kernels.fp4.mma_plan import mma_is_faster, plan_mma
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
@@ -179,24 +188,24 @@ def hopper_reasons(request: Request) -> list[str]:
 
 def _mma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
-    if request.m > (most := max_mma_rows(request.capability, request.n, request.k)):
-        reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
+    if not reasons and not mma_is_faster(request.m, request.n, request.k, gpu_of(request.device)):
+        reasons.append(f"{request.m} rows: another backend is faster for {request.n} x {request.k} on this GPU")
     return reasons
 
 
 def _wgmma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request) + hopper_reasons(request)
-    if not wgmma_beats_dequantize(request.m, request.n, request.k):
+    if not reasons and not wgmma_beats_dequantize(request.m, request.n, request.k, gpu_of(request.device)):
         reasons.append(f"{request.m} rows: dequantising once is faster for {request.n} x {request.k}")
     return reasons
 
 
 def _mma(request: Request, given: Given) -> Product:
-    return prepare_mma(plan_mma(request.m, request.n, request.k, has_clusters(request.capability)), given)
+    return prepare_mma(plan_mma(request.m, request.n, request.k, gpu_of(given.device)), given)
 
 
 def _wgmma(request: Request, given: Given) -> Product:
-    return prepare_wgmma(plan_wgmma(request.m, request.n, request.k), given)
+    return prepare_wgmma(plan_wgmma(request.m, request.n, request.k, gpu_of(given.device)), given)
 
 
 @functools.lru_cache

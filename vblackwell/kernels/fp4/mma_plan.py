@@ -1,12 +1,15 @@
-"""Plans of ``fp4_mma`` (``cuda/fp4_mma.cu``), for few rows: how the kernel covers a shape.
+"""Plans of ``fp4_mma`` (``cuda/fp4_mma.cu``), for few rows, and without wgmma for hundreds: how it covers a shape.
 
-A plan fixes the order in which partial sums are added, and depends on the shape alone, never on where it runs: results
-repeat bit for bit on one kind of GPU. ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+A plan fixes the order in which partial sums are added, and depends on the shape and on what kind of GPU it is (`Gpu`),
+on nothing else: results repeat bit for bit on GPUs of one kind. ``M`` rows, ``N`` out features, ``K`` in features. A
+window is 64 columns.
 """
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vblackwell.errors import ConfigurationError
 
@@ -14,17 +17,40 @@ MMA_FILES = (
     "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "ring.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh",
     "fp4/norm_rows.cuh", "fp4/fp4_mma.cu",
 )  # fmt: skip
-MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 SHARED_BYTES = 227 * 1024  # of a block on Hopper at most: of 228 KB each block takes 1 KB more than it asks for
 _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
-# (row warps, K warps, splits) of plans with bulk copies, timed fastest on an H200 where the rule chooses others
-# (benchmarks/results/tune; 2 and 8 rows are interpolated), by (rows rounded up to a power of two, N, K).
-_TIMED: dict[tuple[int, int, int], tuple[int, int, int]] = {
-    **{(rows, 28672, 8192): (7, 4, 1) for rows in (1, 2, 4, 8)},
-    (16, 4096, 14336): (2, 6, 2),
-    (16, 28672, 8192): (16, 1, 2),
+# (row warps, K warps, splits) of plans with bulk copies, timed fastest where the rule chooses others
+# (benchmarks/results/tune; 2 and 8 rows are interpolated), by capability and multiprocessors, and by (rows rounded up
+# to a power of two, N, K).
+_TIMED: dict[tuple[tuple[int, int], int], dict[tuple[int, int, int], tuple[int, int, int]]] = {
+    ((9, 0), 132): {
+        **{(rows, 28672, 8192): (7, 4, 1) for rows in (1, 2, 4, 8)},
+        (16, 4096, 14336): (2, 6, 2),
+        (16, 28672, 8192): (16, 1, 2),
+    }
 }
+
+
+class Gpu(NamedTuple):
+    """What plans know of a GPU: nothing that may change between two runs."""
+
+    capability: tuple[int, int]
+    processors: int  # multiprocessors
+    memory_bytes_a_us: float  # that its memory's clock and width allow
+
+    @property
+    def clusters(self) -> bool:
+        """Clusters of blocks and 227 KB of shared memory a block: Hopper and data-centre Blackwell, not sm_120."""
+        return self.capability[0] in (9, 10)
+
+    @property
+    def copied_bytes_a_us(self) -> float:
+        """What a kernel reaches of it."""
+        return 0.86 * self.memory_bytes_a_us
+
+
+H200 = Gpu((9, 0), 132, 4.9e6)  # where plans were timed
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -33,11 +59,6 @@ def ceil_div(a: int, b: int) -> int:
 
 def round_up(a: int, unit: int) -> int:
     return ceil_div(a, unit) * unit
-
-
-def has_clusters(capability: tuple[int, int]) -> bool:
-    """Clusters of blocks and 227 KB of shared memory a block: Hopper and data-centre Blackwell, not sm_120."""
-    return capability[0] in (9, 10)
 
 
 def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
@@ -59,6 +80,7 @@ class MmaPlan:
     x_bytes: int = _X_BYTES  # of x that a block may hold; more than one chunk takes half of it each
     chunk: int = 0  # windows of x a bulk copy brings (sm_90, K a multiple of 64); 0: x comes by smaller copies
     x_stages: int = 2  # of such chunks
+    k_blocks: int = 1  # of the grid that split K where there are no clusters, and meet in global memory
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a chunk would begin between slots, or blocks share the outputs unevenly."""
@@ -74,9 +96,9 @@ class MmaPlan:
             )
 
     def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
-        fields = ("tokens", "row_warps", "k_warps", "splits", "prefetch", "min_blocks", "chunk", "x_stages")
+        names = "tokens", "row_warps", "k_warps", "splits", "prefetch", "min_blocks", "chunk", "x_stages", "k_blocks"
         flags = {"FP16": fp16, "OUT32": out32, "NORM": norm, "BULK": self.chunk > 0, "PARTS": False}
-        macros = {name.upper(): getattr(self, name) for name in fields} | {"PASS_TOKENS": min(self.tokens, 16)}
+        macros = {name.upper(): getattr(self, name) for name in names} | {"PASS_TOKENS": min(self.tokens, 16)}
         return macros | {name: int(on) for name, on in flags.items()}
 
     @property
@@ -85,7 +107,7 @@ class MmaPlan:
 
     def chunks(self, k: int) -> tuple[int, int]:
         """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory, without bulk copies."""
-        share = ceil_div(ceil_div(k, 64), self.splits)
+        share = ceil_div(ceil_div(k, 64), self.splits * self.k_blocks)
         most = max(1, self.x_bytes // (self.tokens * 128))
         if (windows := round_up(share, self.k_warps)) <= most:
             return windows, 1
@@ -124,19 +146,19 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
     return next(fitting for fitting in (whole, *parts) if fits_with_norm(fitting, k))
 
 
-def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
+def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
     """x in bulk copies, for up to 16 rows: blocks of up to 16 warps, each with eight windows or more if there are so
-    many, in one wave in which a multiprocessor has least to do; of equals those that split K, which halves what a block
-    stages of x, but for one row. Within 2.1 % of the fastest plan in 18 cells (docs/journal/fp4.md)."""
-    if timed := _TIMED.get((tokens, n, k)):
+    many, in fewest waves, one if it can be, in which a multiprocessor has least to do; of equals those that split K,
+    which halves what a block stages of x, but for one row. On an H200 within 2.1 % of the fastest plan in 18 cells
+    (docs/journal/fp4.md)."""
+    if timed := _TIMED.get((gpu.capability, gpu.processors), {}).get((tokens, n, k)):
         return _with_x(MmaPlan(tokens, *timed, 4), k)
     preferred = 2 if tokens > 1 else 1
-    one_wave = [
-        (row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps, splits)
+    _, _, _, row_warps, splits = min(
+        (waves, row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps, splits)
         for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
-        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
-    ]
-    _, _, row_warps, splits = min(one_wave, default=(0, False, 8, 1))
+        for waves in [ceil_div(ceil_div(n, 32 * row_warps) * splits, gpu.processors)]
+    )
     share = ceil_div(k, 64) // splits
     # A round of more K warps takes the memory that the next chunk of x needs.
     most = 8 if tokens > 8 and share > 64 else 16
@@ -144,21 +166,69 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
+# What plans without clusters and bulk copies are compared by, in cycles of a scheduler: arithmetic, not yet timed.
+_DECODE, _EIGHT_TOKENS = 130.0, 12.0  # a warp's window: to issue its decode and copies, and its products
+_BLOCK = 2000.0  # for a block to begin and to end, and for each eight tokens to add up
+_EIGHT_SUMS = 250.0
+_CYCLES_A_US = 1500.0
+_L2_BYTES_A_CYCLE = 32.0  # for each multiprocessor
+_MEET_US = 1.5  # of blocks that split K
+_START_US = 2.5
+_SMALL_SHARED_BYTES = 99 * 1024  # of a block where there are no clusters, but on an A100
+
+
+def mma_cycles(capability: tuple[int, int]) -> float:
+    """Of a scheduler's tensor core for an mma.m16n8k16 with fp32 sums; half that on workstation cards of 8.6 and up."""
+    return 8.0 if capability[0] >= 9 and capability[0] < 12 or capability == (8, 0) else 32.0
+
+
+def _plans_without_clusters(m: int, k: int, one_block: bool) -> Iterator[MmaPlan]:
+    """Blocks of eight warps that fit 99 KB; ``one_block`` must have all of K."""
+    most = min(1 << (m - 1).bit_length(), 64)
+    sizes, k_splits = [most, most // 2] if most > 16 else [most], [1] if one_block else range(1, 9)
+    for tokens, row_warps, k_blocks in itertools.product(sizes, (1, 2, 4, 8), k_splits):
+        k_warps, windows = 8 // row_warps, ceil_div(k, 64)
+        while k_warps > max(1, windows // k_blocks):
+            k_warps //= 2
+        for prefetch in (4, 2):
+            plan = MmaPlan(tokens, row_warps, k_warps, 1, prefetch, x_bytes=32 * 1024, k_blocks=k_blocks)
+            if plan.shared_bytes(k, norm=one_block) <= _SMALL_SHARED_BYTES and (
+                k_blocks == 1 or windows >= 8 * k_blocks
+            ):
+                yield plan
+                break
+
+
+def mma_us(plan: MmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
+    """Predicted microseconds of ``plan``, without clusters and bulk copies, on ``gpu``."""
+    blocks = ceil_div(n, 32 * plan.row_warps) * plan.k_blocks * ceil_div(m, plan.tokens)
+    eights, (chunk, count) = ceil_div(plan.tokens, 8), plan.chunks(k)
+    windows = chunk * count  # of a block
+    needs = _DECODE + _EIGHT_TOKENS * eights, 8 * eights * mma_cycles(gpu.capability)
+    step = sum(cycles**2.5 for cycles in needs) ** 0.4
+    warps = ceil_div(plan.row_warps * plan.k_warps, 4)  # of a scheduler
+    cycles = ceil_div(blocks, gpu.processors) * (warps * windows // plan.k_warps * step + _BLOCK + _EIGHT_SUMS * eights)
+    x_cycles = blocks * windows * plan.tokens * 128 / (_L2_BYTES_A_CYCLE * gpu.processors)
+    sums_cycles = 8 * m * n * (plan.k_blocks - 1) / (_L2_BYTES_A_CYCLE * gpu.processors)
+    needs_us = max(cycles, x_cycles) / _CYCLES_A_US, n * k * 0.5625 / gpu.copied_bytes_a_us
+    met_us = sums_cycles / _CYCLES_A_US + _MEET_US if plan.k_blocks > 1 else 0.0
+    return sum(us**8 for us in needs_us) ** 0.125 + met_us + _START_US
+
+
 @functools.lru_cache(4096)
-def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
-    """The plan for a shape, with or without clusters of blocks (sm_90), and x in ``bulk`` copies if it may. Without
-    bulk copies one block of 12 to 16 warps a multiprocessor, from three rows on taller ones that split K, for less x to
-    stage. Without clusters blocks are smaller, to fit 99 KB of shared memory."""
-    tokens = min(1 << (m - 1).bit_length(), 16 if clusters else 32)
+def plan_mma(m: int, n: int, k: int, gpu: Gpu, bulk: bool = True, one_block: bool = False) -> MmaPlan:
+    """The plan for a shape, and x in ``bulk`` copies if it may. With clusters but without bulk copies one block of 12
+    to 16 warps a multiprocessor, from three rows on taller ones that split K, for less x to stage. Without clusters
+    what is expected to end first; ``one_block`` of them must have all of K, as RMSNorm on the way asks."""
     windows = ceil_div(k, 64)
-    if clusters and bulk and takes_bulk(k):
-        return _plan_bulk(tokens, n, k)
+    if not gpu.clusters:
+        return min(_plans_without_clusters(m, k, one_block), key=lambda plan: mma_us(plan, m, n, k, gpu))
+    tokens = min(1 << (m - 1).bit_length(), 16)
+    if bulk and takes_bulk(k):
+        return _plan_bulk(tokens, n, k, gpu)
     # Row warps that cover N in about one block a multiprocessor, at most 8.
-    tall = next((warps for warps in (1, 2, 4) if ceil_div(n, 32 * warps) <= MULTIPROCESSORS), 8)
-    if not clusters:
-        row_warps = {1: 1, 2: 1, 4: 2}.get(tokens, 4)
-        plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)
-    elif tokens <= 2:
+    tall = next((warps for warps in (1, 2, 4) if ceil_div(n, 32 * warps) <= gpu.processors), 8)
+    if tokens <= 2:
         plan = MmaPlan(tokens, tall, 16 // tall, 1, 4)
     elif tokens <= 8:
         row_warps = min(8, 2 * tall)
@@ -172,8 +242,15 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     return plan
 
 
-def max_mma_rows(capability: tuple[int, int], n: int, k: int) -> int:
-    """Rows up to which ``fp4_mma`` is the faster fused kernel; without bulk copies of x fewer, for large N."""
-    if capability[0] != 9:
-        return 32
-    return 8 if n >= 8192 and k % 64 else 16
+@functools.lru_cache(4096)
+def mma_is_faster(m: int, n: int, k: int, gpu: Gpu) -> bool:
+    """Whether ``fp4_mma`` is expected to end before other ways: fp4_wgmma, or the weight written out and cuBLAS."""
+    if gpu.capability[0] == 9:
+        return m <= (8 if n >= 8192 and k % 64 else 16)  # without bulk copies of x fewer, for large N
+    if m <= 32 or gpu.clusters:
+        return m <= 32
+    # cuBLAS with 85 % of the tensor cores, or of the memory, the weight written out, two launches
+    cycles = m * n * k / 2048 * mma_cycles(gpu.capability) / (4 * gpu.processors)
+    product_us = max(cycles / (0.85 * _CYCLES_A_US), 2 * n * k / gpu.copied_bytes_a_us)
+    whole_us = product_us + 2.5625 * n * k / gpu.copied_bytes_a_us + 2 * _START_US
+    return m <= 256 and mma_us(plan_mma(m, n, k, gpu), m, n, k, gpu) < whole_us

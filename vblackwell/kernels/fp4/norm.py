@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.launch import Given, Product, Weight, prepare_mma
+from vblackwell.kernels.fp4.launch import Given, Product, Weight, gpu_of, prepare_mma
 from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, each_time, fake_rows, linear_reasons, run_rows
-from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
+from vblackwell.kernels.fp4.mma_plan import plan_mma, takes_bulk
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, register_op
 
 MAX_ROWS = 16
@@ -45,7 +45,7 @@ def _slower(request: Request) -> list[str]:
 
 
 def _mma(request: Request, given: Given) -> Product:
-    plan = plan_mma(request.m, request.n, request.k, has_clusters(request.capability))
+    plan = plan_mma(request.m, request.n, request.k, gpu_of(given.device), one_block=True)
     product = prepare_mma(plan, given, norm=True)
 
     def aligned(x_MK: Tensor, weight: Weight, bias: Tensor | None, gain_K: Tensor, eps: float) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, linear, mma_plan
-from vblackwell.kernels.fp4.launch import Given, Product, prepare_mma
-from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, round_up, takes_bulk
+from vblackwell.kernels.fp4.launch import Given, Product, gpu_of, prepare_mma
+from vblackwell.kernels.fp4.mma_plan import Gpu, MmaPlan, ceil_div, round_up, takes_bulk
 from vblackwell.kernels.runtime.registry import Backend, Request, register_op
 
 MAX_ROWS = 16
@@ -51,14 +51,14 @@ class TwoPartPlan(MmaPlan):
         return self.shared_bytes(k) <= (MAX_SHARED_BYTES[clusters] + 1024) // self.min_blocks - 1024
 
 
-def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
+def _with_bulk_copies(m: int, n: int, k: int, gpu: Gpu) -> TwoPartPlan:
     """From three rows on: most blocks in one wave, to within 8, then the tallest up to 128 rows; x by 16 windows."""
     tokens, windows = max(4, 1 << (m - 1).bit_length()), k // 64
     best, row_warps, splits = (0, 0), 8, 1
     for its_splits, rows in itertools.product((1, 2), (1, 2, 3, 4, 6, 8)):
         blocks = ceil_div(n, 32 * rows) * its_splits
         merit = (blocks // 8, rows if rows <= 4 else -rows)
-        if blocks <= MULTIPROCESSORS and merit > best:
+        if blocks <= gpu.processors and merit > best:
             best, row_warps, splits = merit, rows, its_splits
     warps = 16 if (splits == 2) == (tokens <= 8) or (tokens, n, k) == (16, 4096, 14336) else 12  # the last as timed
     k_warps = min(max(2, warps // row_warps), windows // splits)
@@ -66,13 +66,13 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
     return TwoPartPlan(tokens, row_warps, k_warps, splits, _PREFETCH[True], **how)
 
 
-def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
+def _of_large_weights(n: int, windows: int, base: TwoPartPlan, gpu: Gpu) -> TwoPartPlan:
     """Plans for weights of 2^25 elements and more, among the fastest on an H200 (docs/journal/runs.md): up to 8 rows
     two blocks of 8 warps, of which one computes while the other's sums meet; from 9 on one block of 16 warps and long
     chunks of x, or all of it where blocks split K."""
     if base.tokens <= 8:
         shapes = [(rows, splits, ceil_div(n, 32 * rows) * splits) for splits in (1, 2) for rows in (1, 2, 4, 8)]
-        if fitting := [(blocks // 8, *shape) for *shape, blocks in shapes if blocks <= 2 * MULTIPROCESSORS]:
+        if fitting := [(blocks // 8, *shape) for *shape, blocks in shapes if blocks <= 2 * gpu.processors]:
             _, rows, splits = max(fitting)
             how = {"prefetch": 4, "min_blocks": 2, "chunk": 8, "x_stages": 3}
             return replace(base, row_warps=rows, k_warps=8 // rows, splits=splits, **how)
@@ -83,16 +83,17 @@ def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
     return at_once if base.splits > 1 and whole <= 4 and at_once.fits(64 * windows) else kind
 
 
-def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
-    """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
+def plan_two_part(m: int, n: int, k: int, gpu: Gpu) -> TwoPartPlan:
+    """The plan for up to 16 rows, with or without clusters of blocks."""
+    clusters = gpu.clusters
     if clusters and m > 2 and takes_bulk(k):
-        found = _with_bulk_copies(m, n, k)
+        found = _with_bulk_copies(m, n, k, gpu)
     else:
-        base = mma_plan.plan_mma(m, n, k, clusters, bulk=False)
+        base = mma_plan.plan_mma(m, n, k, gpu, bulk=False, one_block=True)
         shape = (base.tokens, base.row_warps, base.k_warps, base.splits)
         found = TwoPartPlan(*shape, min(_PREFETCH[clusters], base.prefetch), x_bytes=_X_BYTES[clusters])
     if clusters and n * k >= _LARGE and takes_bulk(k):
-        large = _of_large_weights(n, k // 64, found)
+        large = _of_large_weights(n, k // 64, found, gpu)
         if large.fits(k):
             return large
     if found.chunk and not found.fits(k, clusters):
@@ -110,7 +111,7 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def _mma(request: Request, given: Given) -> Product:
-    return prepare_mma(plan_two_part(request.m, request.n, request.k, mma_plan.has_clusters(request.capability)), given)
+    return prepare_mma(plan_two_part(request.m, request.n, request.k, gpu_of(given.device)), given)
 
 
 LINEAR = (Backend("mma", _mma_reasons, _mma), *linear.BY_WHOLE_WEIGHT)

@@ -1,9 +1,10 @@
-"""Plans of ``fp4_wgmma`` (``cuda/fp4_wgmma.cu``), for tens to hundreds of rows; mma_plan.py says what a plan is.
+"""Plans of ``fp4_wgmma`` (``cuda/fp4_wgmma.cu``), for tens to thousands of rows; mma_plan.py says what a plan is.
 
-How long a plan takes is arithmetic about an H200. For a window a warpgroup issues its decode and waits for its
-products; alone on a multiprocessor it also waits for its own latencies. The constants are of a regression that ranks
-329 plans in 18 cells of 64 to 256 rows (benchmarks/results/tune): its plan is on average 1.9 %, at most 11.4 %, slower
-than the fastest of a cell. `many_rows_us` compares plans for more rows, in grids of many rounds.
+How long a plan takes is arithmetic: rounds of blocks on the multiprocessors there are, and for each window what the
+tensor cores, the schedulers that decode, or one warpgroup's own latencies need. Eight constants are fitted to times of
+40 cells on an H200: what `predicted_us` chooses is on average 4.0 % slower than the fastest plan that was timed, with
+the table 1.2 % (tests/kernels/fp4/test_model.py). Blocks take any multiple of 16 tokens, so that few rows, and rounds,
+are wasted.
 """
 
 import functools
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, SHARED_BYTES, ceil_div
+from vblackwell.kernels.fp4.mma_plan import H200, SHARED_BYTES, Gpu, ceil_div, round_up
 
 WGMMA_FILES = (
     "ptx.cuh", "fp4/decode.cuh", "fp4/wgmma.cuh", "barrier.cuh", "ring.cuh", "fp4/epilogue.cuh", "fp4/fp4_wgmma.cu",
@@ -21,34 +22,31 @@ WGMMA_FILES = (
 COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
 
 _CYCLES_A_US = 1755.0
-_TENSOR = 0.519  # cycles of products, a token and window of 64 rows
-_ALONE = 1.29  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
-_LATENCY = 149.0  # cycles of a warpgroup alone between two windows' first products, without the products
-_ISSUE = 142.0  # cycles of a scheduler to decode a window of 64 rows
-_ADDED = 1.13  # of the shorter of products and decode, what the longer does not hide, and what both cost each other
-_SUM = 15.1  # cycles a token of a block's epilogue, for each K group
-_START_US, _CLUSTER_US = 0.51, 1.74  # a launch and what is in front of it; what two blocks that split K send each other
-_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
-# Microseconds a window of a block alone on a multiprocessor, by (tokens, groups, K groups).
-_MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
-# (tokens, groups, K groups, splits, blocks a multiprocessor, windows a step) of plans, timed fastest on an H200 where
-# the rule chooses others (benchmarks/results/tune), by (rows rounded up to a power of two, N, K).
-_TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
-    (32, 4096, 4096): (32, 1, 2, 2, 2, 2),
-    (32, 6144, 4096): (32, 2, 2, 2, 1, 2),
-    (32, 4096, 14336): (32, 1, 2, 2, 2, 2),
-    (32, 8192, 8192): (32, 2, 2, 2, 1, 2),
-    (32, 28672, 8192): (32, 4, 1, 1, 1, 2),
-    (64, 4096, 4096): (64, 1, 2, 2, 2, 2),
-    (64, 6144, 4096): (64, 1, 3, 1, 1, 1),
-    (64, 4096, 14336): (64, 1, 2, 2, 2, 2),
-    (64, 8192, 8192): (64, 2, 2, 2, 1, 1),
-    (128, 4096, 4096): (128, 1, 3, 2, 1, 1),
-    (128, 6144, 4096): (128, 1, 4, 1, 1, 1),
-    (128, 4096, 14336): (128, 1, 3, 2, 1, 1),
-    (256, 4096, 4096): (256, 1, 1, 2, 1, 1),
-    (256, 4096, 14336): (256, 1, 1, 2, 1, 1),
-    (256, 8192, 8192): (256, 1, 2, 1, 1, 1),
+_TENSOR = 2.0  # cycles of products, a token and window of 64 rows: what the tensor cores need at their best
+_ISSUE = 169.0  # cycles of a scheduler to decode a window of 64 rows
+_LATENCY = 165.0  # cycles of a warpgroup between its products and the next ones
+_STAGE = 107.0  # cycles of a block to bring and to release a stage of x, for each K group
+_OVERLAP = 2.5  # norm in which these four meet: the longest hides the others, not all of them
+_SUM = 5.7  # cycles a token of a block's epilogue, for each K group
+_LATER = 1.21  # that rounds after the first take longer: nothing overlaps their ends, and clocks fall
+_START_US, _CLUSTER_US = 2.6, 1.24  # a launch and what is in front of it; what blocks that split K send each other
+_L2_BYTES_A_US = 11.7e6
+_UNTIMED = 1.03  # that a plan of a kind which nobody has timed must be faster
+# (tokens, groups, K groups, splits, blocks a multiprocessor, windows a step) of plans that were timed to be more than
+# 4 % faster than what the model chooses (benchmarks/results/tune), by capability and multiprocessors, and by (rows
+# rounded up to a multiple of 16, N, K).
+_TIMED: dict[tuple[tuple[int, int], int], dict[tuple[int, int, int], tuple[int, int, int, int, int, int]]] = {
+    ((9, 0), 132): {
+        (32, 4096, 4096): (32, 1, 2, 2, 2, 2),
+        (32, 4096, 14336): (32, 1, 2, 2, 2, 2),
+        (32, 6144, 4096): (32, 2, 2, 2, 1, 2),
+        (32, 8192, 8192): (32, 2, 2, 2, 1, 2),
+        (64, 4096, 4096): (64, 1, 2, 2, 2, 2),
+        (64, 6144, 4096): (64, 1, 3, 1, 1, 1),
+        (64, 28672, 8192): (64, 4, 1, 1, 1, 1),
+        (128, 8192, 8192): (128, 1, 4, 1, 1, 1),
+        (256, 4096, 14336): (256, 1, 1, 2, 1, 1),
+    }
 }
 
 
@@ -70,6 +68,7 @@ class WgmmaPlan:
     min_blocks: int = 1  # of a multiprocessor, to leave registers for; 2 may be faster in a grid of one wave, too
     k_groups: int = 1  # sets of ``groups`` warpgroups that take turns at the windows
     windows_per_step: int = 1  # that a warpgroup multiplies at a time, 1 or 2
+    tail: "WgmmaPlan | None" = None  # of the features that whole rounds of blocks leave, in a separate launch
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another: one that comes to it while
@@ -83,12 +82,19 @@ class WgmmaPlan:
             raise ConfigurationError(
                 f"tokens {self.tokens}, splits {self.splits}: take a multiple of {unit} tokens, or fewer splits"
             )
+        if self.tail and self.groups % self.tail.groups:
+            raise ConfigurationError(f"features in blocks of {self.groups} groups, then {self.tail.groups}: take fewer")
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
 
     @property
     def consumers(self) -> int:
         return self.groups * self.k_groups
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """As a cell of `_TIMED`."""
+        return self.tokens, self.groups, self.k_groups, self.splits, self.min_blocks, self.windows_per_step
 
     @property
     def fragments(self) -> int:
@@ -109,7 +115,8 @@ class WgmmaPlan:
         fields = ("tokens", "groups", "k_groups", "splits", "stages", "prefetch", "windows_per_step")
         derived = ("fragments", "registers", "launch_registers")
         macros = {name.upper(): getattr(self, name) for name in (*fields, *derived)}
-        return macros | {"FP16": int(fp16), "OUT32": int(out32), "COPY_REGISTERS": COPY_REGISTERS}
+        macros |= {"FP16": int(fp16), "OUT32": int(out32), "SUMS": self.tokens // 2}
+        return macros | {"COPY_REGISTERS": COPY_REGISTERS}
 
     @property
     def threads(self) -> int:
@@ -129,81 +136,98 @@ class WgmmaPlan:
         return self.registers >= needed and self.shared_bytes() <= SHARED_BYTES // self.min_blocks - 1024
 
 
-@functools.lru_cache
-def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
-    """Plans that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
+def _tokens(m: int) -> set[int]:
+    """Tokens of a block for ``m`` rows: even shares of 64 or more, a multiple of 16; of up to 64 rows all at once."""
+    columns = range(ceil_div(m, 256), max(1, m // 64) + 1)[:16]
+    return {round_up(ceil_div(m, count), unit) for count, unit in itertools.product(columns, (16, 32))}
+
+
+@functools.lru_cache(64)
+def candidates(m: int, k: int) -> tuple[WgmmaPlan, ...]:
+    """Plans that fit registers and shared memory, with the deepest ring of x up to 6 stages, or 8 of four K groups."""
     found = []
-    shapes = itertools.product((16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2))
-    for tokens, groups, k_groups, splits, blocks in shapes:
-        if min(64, most_tokens) <= tokens <= most_tokens and groups * k_groups <= 4:
-            plans = (
-                WgmmaPlan(tokens, groups, splits, stages, min_blocks=blocks, k_groups=k_groups)
-                for stages in ((8,) if k_groups == 4 else (6, 5, 4))
-                if goes_round(stages, k_groups)
-            )
-            found += itertools.islice((plan for plan in plans if plan.fits()), 1)
+    ways = itertools.product(sorted(_tokens(m)), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2), (1, 2))
+    for tokens, groups, k_groups, splits, min_blocks, per_step in ways:
+        if groups * k_groups > 4 or splits * k_groups * per_step > ceil_div(k, 64):
+            continue
+        # Shares of tokens by sixteens, for outputs by rows; two windows a step are slower where products take longer.
+        if tokens % (16 * splits) or (per_step == 2 and tokens > 64):
+            continue
+        depths = (max(8, 4 * k_groups),) if per_step == 2 else (8,) if k_groups == 4 else (6, 5, 4, 3)
+        going_round = (stages for stages in depths if goes_round(stages, k_groups, per_step))
+        plans = (WgmmaPlan(tokens, groups, splits, stages, 4, min_blocks, k_groups, per_step) for stages in going_round)
+        found += itertools.islice((plan for plan in plans if plan.fits()), 1)
     return tuple(found)
 
 
-def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
-    """Predicted microseconds of a launch of ``plan`` on an H200."""
-    windows = ceil_div(ceil_div(k, 64), plan.splits)
-    blocks = ceil_div(n, 64 * plan.groups) * plan.splits * ceil_div(m, plan.tokens)
-    rounds, rest = divmod(blocks, MULTIPROCESSORS * plan.min_blocks)
-    tensor = _TENSOR * plan.tokens
-
-    def block_cycles(at_once: int) -> float:
-        warpgroups = plan.consumers * at_once
-        step = warpgroups * (max(tensor, _ISSUE) + _ADDED * min(tensor, _ISSUE))
-        return max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups) * ceil_div(windows, plan.k_groups)
-
-    cycles = rounds * block_cycles(plan.min_blocks)
-    if rest:
-        cycles += block_cycles(ceil_div(rest, MULTIPROCESSORS))
-    cycles += (rounds + bool(rest)) * plan.tokens * _SUM * plan.k_groups * plan.min_blocks
-    x_us = blocks * windows * plan.tokens * 128 / _L2_BYTES_A_US
-    weights_us = n * k * 0.5625 / _MEMORY_BYTES_A_US
-    return max(cycles / _CYCLES_A_US, x_us, weights_us) + _START_US + _CLUSTER_US * math.log2(plan.splits)
+def _block_cycles(plan: WgmmaPlan, windows: int, at_once: int) -> float:
+    """Cycles of ``at_once`` blocks that share a multiprocessor."""
+    warpgroups, tensor = plan.consumers * at_once, _TENSOR * plan.tokens
+    alone = (max(tensor, _ISSUE) if plan.fragments == 2 else tensor + _ISSUE) + _LATENCY / plan.windows_per_step
+    needs = warpgroups * tensor, warpgroups * _ISSUE, alone, plan.k_groups * at_once * _STAGE
+    step = sum(cycles**_OVERLAP for cycles in needs) ** (1 / _OVERLAP)
+    return step * ceil_div(windows, plan.k_groups) + at_once * plan.tokens * _SUM * plan.k_groups
 
 
-def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
-    """Predicted microseconds for ``shape`` (M, N, K) in rounds of ``blocks`` of `_MANY_ROWS_US`, as of `launches`."""
-    (m, n, k), (tokens, groups, k_groups) = shape, blocks
-    columns, rows, last_us = ceil_div(m, tokens), ceil_div(n, 64 * groups), 0.0
-    if (groups, k_groups) == (2, 1) and (whole := rows_in_whole_rounds(rows, columns)) < rows:
-        rows, last_us = whole, _MANY_ROWS_US[tokens, 1, 2]
-    return ceil_div(k, 64) * (ceil_div(rows * columns, MULTIPROCESSORS) * _MANY_ROWS_US[blocks] + last_us) + 3.0
+def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
+    """Predicted microseconds of a product by ``plan`` on ``gpu``, as of `launches`."""
+    parts = launches(plan, m, n, gpu.processors)
+    rounds_cycles, x_us = list[float](), 0.0
+    for part, _, rows in parts:
+        windows = ceil_div(ceil_div(k, 64), part.splits)
+        blocks = rows * part.splits * ceil_div(m, part.tokens)
+        rounds, rest = divmod(blocks, gpu.processors * part.min_blocks)
+        rounds_cycles += [_block_cycles(part, windows, part.min_blocks)] * rounds
+        rounds_cycles += [_block_cycles(part, windows, ceil_div(rest, gpu.processors))] if rest else []
+        x_us += blocks * windows * part.tokens * 128 / (_L2_BYTES_A_US * gpu.processors / H200.processors)
+    cycles = rounds_cycles[0] + _LATER * sum(rounds_cycles[1:])
+    needs = cycles / _CYCLES_A_US, x_us, n * k * 0.5625 / gpu.copied_bytes_a_us
+    sums_us = _CLUSTER_US * math.log2(max(part.splits for part, _, _ in parts))
+    return sum(us**8 for us in needs) ** 0.125 + _START_US * len(parts) + sums_us
 
 
-def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
-    """Of ``rows`` by ``columns`` blocks the rows that fill rounds; all where the others, cut in two, exceed one."""
-    whole = rows * columns // processors * processors // columns
-    return whole if whole > 0 and 2 * (rows - whole) * columns <= processors else rows
+def _cost(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
+    """What plans are compared by: powers of two were timed, and share kernels with other shapes."""
+    odd = any(part.tokens & (part.tokens - 1) for part in (plan, plan.tail or plan))
+    return predicted_us(plan, m, n, k, gpu) * (_UNTIMED if odd else 1.0)
+
+
+def with_tail(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> WgmmaPlan:
+    """``plan``, with another for the features of its last round where that is expected to end earlier."""
+    whole = 64 * plan.groups * rows_in_whole_rounds(plan, m, n, gpu.processors)
+    if not 0 < whole < n:
+        return plan
+    found = [replace(plan, tail=tail) for tail in candidates(m, k) if plan.groups % tail.groups == 0]
+    return min([plan, *found], key=lambda plan: _cost(plan, m, n, k, gpu))
+
+
+def rows_in_whole_rounds(plan: WgmmaPlan, m: int, n: int, processors: int) -> int:
+    """Rows of blocks of ``plan`` that fill rounds of as many multiprocessors."""
+    columns, slots = ceil_div(m, plan.tokens), processors * plan.min_blocks
+    return ceil_div(n, 64 * plan.groups) * columns // slots * slots // columns
+
+
+def _rows(m: int) -> int:
+    """Rows that ``m`` are planned as, so that a plan, and its kernels, serve others, too."""
+    return round_up(m, 16 if m <= 256 else 64)
+
+
+def plan_wgmma(m: int, n: int, k: int, gpu: Gpu) -> WgmmaPlan:
+    """The plan of ``fp4_wgmma`` for a shape: as it was timed on such GPUs, or what is expected to end first."""
+    return _plan(_rows(m), n, k, gpu)
 
 
 @functools.lru_cache(4096)
-def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
-    """The plan of ``fp4_wgmma`` for a shape: as it was timed, or what is expected to end first on an H200."""
-    most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
-    fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
-    found: dict[tuple[int, ...], WgmmaPlan] = {
-        (plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks): plan for plan in fitting
-    }
-    if timed := _TIMED.get((most_tokens, n, k)) if m <= 256 else None:
-        *blocks, windows_per_step = timed
-        return _in_pairs(found[tuple(blocks)]) if windows_per_step == 2 else found[tuple(blocks)]
-    if fills_with_many_rows(m, n):
-        blocks = min(_MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
-        plan = found.get((*blocks, 1, 1), WgmmaPlan(256, 2, 1, 6))
-        # 6 stages take up to 0.8 % longer: what shared memory leaves of a multiprocessor's is L1 (docs/journal/fp4.md)
-        return replace(plan, stages=4) if blocks == (256, 2, 1) else plan
-    plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
-    return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens <= 32 else plan
-
-
-def _in_pairs(plan: WgmmaPlan) -> WgmmaPlan:
-    """``plan`` with two windows a step: up to 5 % faster for few tokens, slower for 128 (docs/journal/fp4.md)."""
-    return replace(plan, windows_per_step=2, stages=max(8, 4 * plan.k_groups))
+def _plan(m: int, n: int, k: int, gpu: Gpu) -> WgmmaPlan:
+    if timed := _TIMED.get((gpu.capability, gpu.processors), {}).get((m, n, k)):
+        return next(plan for plan in candidates(timed[0], k) if plan.blocks == timed)
+    cost = lambda plan: _cost(plan, m, n, k, gpu)  # noqa: E731
+    plans = sorted(candidates(m, k), key=cost)
+    whole = [plan for plan in plans if plan.tokens >= 128 and plan.blocks[1:] == (2, 1, 1, 1, 1)] if m > 256 else []
+    whole = whole and {whole[0], max(whole, key=lambda plan: plan.tokens)}  # the fastest, the one with least to decode
+    plan = min([plans[0], *(with_tail(plan, m, n, k, gpu) for plan in whole)], key=cost)
+    # In many rounds 6 stages take up to 0.8 % longer: what they leave of a multiprocessor's memory is its L1.
+    return replace(plan, stages=4) if m > 256 and (plan.groups, plan.k_groups) == (2, 1) else plan
 
 
 class Rows(NamedTuple):
@@ -215,30 +239,24 @@ class Rows(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> tuple[Rows, ...]:
-    """A product's launches, one or two: where a last round of blocks of 256 tokens by 128 features would leave
-    multiprocessors idle, its rows go in twice as many blocks of half the height, whose sums two K groups share."""
-    rows = whole = ceil_div(n, 64 * plan.groups)
-    if (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (256, 2, 1, 1):
-        whole = rows_in_whole_rounds(rows, ceil_div(m, plan.tokens), processors)
-    if whole == rows:
-        return (Rows(plan, 0, rows),)
-    half = replace(plan, groups=1, k_groups=2, stages=6)
-    return Rows(plan, 0, whole), Rows(half, 2 * whole, ceil_div(n, 64) - 2 * whole)
+def launches(plan: WgmmaPlan, m: int, n: int, processors: int) -> tuple[Rows, ...]:
+    """A product's launches: one, or whole rounds of blocks and the ``tail``."""
+    if plan.tail is None:
+        return (Rows(plan, 0, ceil_div(n, 64 * plan.groups)),)
+    whole, groups = rows_in_whole_rounds(plan, m, n, processors), plan.tail.groups
+    first = whole * plan.groups // groups
+    parts = Rows(plan, 0, whole), Rows(plan.tail, first, ceil_div(n, 64 * groups) - first)
+    return tuple(part for part in parts if part.blocks > 0)
 
 
-def fills_with_many_rows(m: int, n: int) -> bool:
-    """Whether blocks of 256 rows and 128 features are about one a multiprocessor or more: then none splits K."""
-    return m > 256 and ceil_div(n, 128) * ceil_div(m, 256) >= 0.9 * MULTIPROCESSORS
+def wgmma_beats_dequantize(m: int, n: int, k: int, gpu: Gpu) -> bool:
+    """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS."""
+    return m <= 256 or _beats_dequantize(_rows(m), n, k, gpu)
 
 
-def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
-    """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
-    if m <= 256:
-        return True
-    if fills_with_many_rows(m, n):
-        fused_us = min(many_rows_us((m, n, k), blocks) for blocks in _MANY_ROWS_US)
-    else:
-        fused_us = predicted_us(plan_wgmma(m, n, k), m, n, k)
+@functools.lru_cache(4096)
+def _beats_dequantize(m: int, n: int, k: int, gpu: Gpu) -> bool:
+    flops_a_us = 790e6 * gpu.processors / H200.processors
     # cuBLAS, the weight written out, two launches
-    return fused_us < 2 * m * n * k / 790e6 + n * k * 2.5625 / 3.8e6 + 5.0
+    whole_us = 2 * m * n * k / flops_a_us + n * k * 2.5625 / (0.9 * gpu.copied_bytes_a_us) + 5.0
+    return predicted_us(plan_wgmma(m, n, k, gpu), m, n, k, gpu) < whole_us

@@ -15,7 +15,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.runtime.launch import check_driver, driver, in_context, outside_capture, waiting_driver
+from vblackwell.kernels.runtime.launch import (
+    check_driver,
+    driver,
+    in_context,
+    outside_capture,
+    raw_stream,
+    waiting_driver,
+)
 
 MIN_COUNTERS = 4096  # counters of a set
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -23,7 +30,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 @dataclass
 class _Pair:
-    sets: Tensor  # (2, counters)
+    sets: tuple[Tensor, Tensor]  # as many counters each
     capture: int  # that they belong to
     turn: int = 0  # the set that the next launch counts in
     used: int = 0  # counters of the last one
@@ -41,8 +48,9 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
     key = (device, stream, capture != 0)
     with _lock:
         pair = _pairs.pop(key, None)
-        if pair is None or pair.capture != capture or pair.sets.shape[1] < count:
-            pair = _Pair(_zeros(max(MIN_COUNTERS, 1 << (count - 1).bit_length()), device), capture)
+        if pair is None or pair.capture != capture or pair.sets[0].numel() < count:
+            first, second = _zeros(max(MIN_COUNTERS, 1 << (count - 1).bit_length()), device)
+            pair = _Pair((first, second), capture)
         yield pair.sets[pair.turn], pair.sets[1 - pair.turn], pair.used
         pair.turn, pair.used = 1 - pair.turn, count
         _pairs[key] = pair
@@ -50,10 +58,12 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
 
 def _place(device: torch.device) -> tuple[int, int]:
     """The current stream, and the unique number of the capture that it belongs to; 0: of none."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    with torch.cuda.device(device):
-        if not torch.cuda.is_current_stream_capturing():
-            return stream, 0
+    if torch._C._cuda_getDevice() != device.index:  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.cuda.device(device):
+            return _place(device)
+    stream = raw_stream(device.index)
+    if not torch.cuda.is_current_stream_capturing():
+        return stream, 0
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     result = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None

@@ -1,7 +1,7 @@
 """What was measured on this machine and never changes a result: the one cache of tuned settings and times.
 
 Entries are found first in the cache of this very GPU, driver, torch and triton version under
-``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name. Files are replaced as a whole and
+``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for its kind. Files are replaced as a whole and
 a torn or foreign one is ignored. Each kind of kernel ('attention') has a file.
 """
 
@@ -49,8 +49,10 @@ def cache_path(kind: str, parts: dict[str, str]) -> Path:
     return cache_root() / "autotune" / f"{kind}-{digest}.json"
 
 
-def shipped_path(kind: str, gpu: str) -> Path:
-    return SHIPPED / f"{kind}-{gpu.lower().replace(' ', '-')}.json"
+def shipped_path(kind: str, device: torch.device) -> Path:
+    """Of GPUs of one compute capability and number of multiprocessors, whatever their names: an H100 is as an H200."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return SHIPPED / f"{kind}-sm_{major}{minor}-{machine(device)['multiprocessors']}.json"
 
 
 @functools.lru_cache
@@ -59,7 +61,7 @@ def entries(kind: str, device: torch.device) -> Entries:
     if device.type != "cuda":
         return {}
     parts = machine(device)
-    return {**read_entries(shipped_path(kind, parts["gpu"])), **read_entries(cache_path(kind, parts))}
+    return {**read_entries(shipped_path(kind, device)), **read_entries(cache_path(kind, parts))}
 
 
 def store(kind: str, device: torch.device, found: Entries, path: Path | None = None) -> None:

@@ -24,8 +24,12 @@
 // before the one multiplication by the scale, which rounds to bf16: 2^-8 of a weight at most, next to the 2^-6 of a
 // code that the fine part resolves. Rounds are not unrolled: CHUNK is any multiple of K_WARPS.
 //
+// With K_BLOCKS above one, so many blocks of the grid split K where there are no clusters. Each leaves its fp32 sums in
+// global memory and counts itself in; the last one adds all of them, its own too, in the blocks' order: which is last
+// changes no bit.
+//
 // Set by the launcher: FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS,
-// OUT32; BULK, and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES; NORM or PARTS or neither.
+// OUT32; BULK, and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES; NORM, PARTS, K_BLOCKS > 1 or none.
 
 #define PASSES ((TOKENS + PASS_TOKENS - 1) / PASS_TOKENS)
 // Groups of four outputs, of all tokens, that a block of the cluster writes.
@@ -43,6 +47,7 @@ typedef u32 WindowIndex;  // whose multiples are in registers to spare
 typedef u64 WindowIndex;
 #endif
 static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
+static_assert(K_BLOCKS == 1 || (SPLITS == 1 && !BULK && !NORM && !PARTS), "one way to split K, of plain products");
 static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares of every number of tokens");
 static_assert(FRONT_BYTES % 128 == 0, "rings lie in whole lines");
 #if BULK
@@ -65,6 +70,8 @@ fp4_mma(const u16* x, const u8* codes,
         , u32 one, int shared_bytes
 #elif NORM
         , const u16* gain, float eps
+#elif K_BLOCKS > 1
+        , float4* left_sums, u32* counters, u32* stale, int stale_count
 #endif
 ) {
     SHARED_MEMORY(memory);
@@ -335,23 +342,32 @@ fp4_mma(const u16* x, const u8* codes,
 #if SPLITS > 1 && !NORM && !PARTS
     cluster_wait_started();
 #endif
+    // Group `e` of four outputs of the block, tokens outermost.
+    auto finish = [&](int e, float4 sum) {
+        const int t = e / (ROWS / 4), n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
+        float scale = unit;
+#if NORM
+        scale *= statistics->row[t];
+#endif
+        if (n < N) store4(y, m0 + t, n, N, sum, scale, bias, activation);
+    };
+#if K_BLOCKS > 1
+    const int tile = blockIdx.z * ((bands + ROW_WARPS - 1) / ROW_WARPS) + blockIdx.x, groups = TOKENS * (ROWS / 4);
+    left_sums += (u64)tile * K_BLOCKS * groups;  // [K_BLOCKS][groups]
+#endif
     float* red = (float*)(memory + FRONT_BYTES);  // [K_WARPS][PASS_TOKENS][RED_STRIDE]
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         __syncthreads();
         put_sums<PASS_TOKENS>(red, acc, pass * (PASS_TOKENS / 8), row_warp, k_warp, lane);
         __syncthreads();
-        auto finish = [&](int e, float4 sum) {
-            const int t = e / (ROWS / 4), n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
-            float scale = unit;
-#if NORM
-            scale *= statistics->row[pass * PASS_TOKENS + t];
-#endif
-            if (n < N) store4(y, m0 + pass * PASS_TOKENS + t, n, N, sum, scale, bias, activation);
-        };
         const int outputs = (PARTS ? tokens : min(PASS_TOKENS, tokens - pass * PASS_TOKENS)) * (ROWS / 4);
-#if SPLITS == 1
-        for (int e = tid; e < outputs; e += THREADS) finish(e, block_sum<PASS_TOKENS>(red, e));
+        const int before = pass * PASS_TOKENS * (ROWS / 4);
+#if K_BLOCKS > 1
+        for (int e = tid; e < outputs; e += THREADS)
+            left_sums[blockIdx.y * groups + before + e] = block_sum<PASS_TOKENS>(red, e);
+#elif SPLITS == 1
+        for (int e = tid; e < outputs; e += THREADS) finish(before + e, block_sum<PASS_TOKENS>(red, e));
 #elif PARTS
         // Group e is finished by block e % SPLITS, to which each block sends its sum: a place for every block's, beyond
         // all that another one may still be reading. So blocks meet once, and no block waits for an answer.
@@ -395,4 +411,18 @@ fp4_mma(const u16* x, const u8* codes,
         }
 #endif
     }
+#if K_BLOCKS > 1
+    if (tile == 0 && blockIdx.y == 0)
+        for (int i = tid; i < stale_count; i += THREADS) stale[i] = 0;
+    u32* arrived = (u32*)memory;  // how many blocks before this one
+    __syncthreads();
+    if (tid == 0) *arrived = add_acquire_release(counters + tile, 1);
+    __syncthreads();
+    if (*arrived < K_BLOCKS - 1) return;
+    for (int e = tid; e < tokens * (ROWS / 4); e += THREADS) {
+        float4 sum = left_sums[e];
+        for (int b = 1; b < K_BLOCKS; b++) add4(sum, left_sums[b * groups + e]);
+        finish(e, sum);
+    }
+#endif
 }

@@ -10,7 +10,8 @@
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled
 // layout permutes them, zeros beyond K: one bulk copy of what `swizzle_x` has written before.
 //
-// Set by the launcher: FP16, OUT32, TOKENS, GROUPS, K_GROUPS, SPLITS, PREFETCH (even) and
+// Set by the launcher: FP16, OUT32, TOKENS (a multiple of 16), SUMS (half as many), GROUPS, K_GROUPS, SPLITS, PREFETCH
+// (even) and
 // - FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the
 //   other; with 1 it waits for its products, which others have under way meanwhile;
 // - WINDOWS_PER_STEP: windows of a set. Some 300 cycles of waiting and arriving lie between products of two sets;

@@ -6,7 +6,7 @@
 #define PART_ADD "%50"
 #elif COLUMNS == 112
 #define PART_SUMS SUMS_32(0), SUMS_16(32), SUMS_8(48)
-#define PART_OPERANDS NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55}, %56, %57"
+#define PART_OPERANDS NAMES_56 "}, %56, %57"
 #define PART_ADD "%58"
 #elif COLUMNS == 128
 #define PART_SUMS SUMS_64(0)

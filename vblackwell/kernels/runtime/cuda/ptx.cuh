@@ -112,6 +112,11 @@ DEVICE u32 load_acquire(const u32* p) {
 DEVICE void add_release(u32* p, u32 by) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(by) : "memory");
 }
+DEVICE u32 add_acquire_release(u32* p, u32 by) {
+    u32 v;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(by) : "memory");
+    return v;
+}
 DEVICE u32 add_relaxed(u32* p, u32 by) {
     u32 v;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(by) : "memory");
