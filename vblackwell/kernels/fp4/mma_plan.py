@@ -7,6 +7,7 @@ window is 64 columns.
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -166,12 +167,15 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
-# What plans without clusters and bulk copies are compared by, in cycles of a scheduler: arithmetic, not yet timed.
+# What plans without clusters and bulk copies are compared by, in cycles of a scheduler: arithmetic, but for `_SHARED_K`.
 _DECODE, _EIGHT_TOKENS = 130.0, 12.0  # a warp's window: to issue its decode and copies, and its products
 _BLOCK = 2000.0  # for a block to begin and to end, and for each eight tokens to add up
 _EIGHT_SUMS = 250.0
 _CYCLES_A_US = 1500.0
 _L2_BYTES_A_CYCLE = 32.0  # for each multiprocessor
+# Longer by so much for each doubling of the warps that share a block's K: of eight cells timed in green contexts of 48
+# and 112 multiprocessors of an H200 (docs/journal/fp4.md).
+_SHARED_K = 0.5
 _MEET_US = 1.5  # of blocks that split K
 _START_US = 2.5
 _SMALL_SHARED_BYTES = 99 * 1024  # of a block where there are no clusters, but on an A100
@@ -212,7 +216,7 @@ def mma_us(plan: MmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
     sums_cycles = 8 * m * n * (plan.k_blocks - 1) / (_L2_BYTES_A_CYCLE * gpu.processors)
     needs_us = max(cycles, x_cycles) / _CYCLES_A_US, n * k * 0.5625 / gpu.copied_bytes_a_us
     met_us = sums_cycles / _CYCLES_A_US + _MEET_US if plan.k_blocks > 1 else 0.0
-    return sum(us**8 for us in needs_us) ** 0.125 + met_us + _START_US
+    return sum(us**8 for us in needs_us) ** 0.125 * (1 + _SHARED_K * math.log2(plan.k_warps)) + met_us + _START_US
 
 
 @functools.lru_cache(4096)
