@@ -16,7 +16,6 @@ from vblackwell.data.corpus import Corpus, PackedDataset
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
-from vblackwell.offload.movement import kept
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import Progress
@@ -53,7 +52,7 @@ def build():
     """Makes a trainer of ``micro_batch`` sequences in a forward and 6 in a step."""
     opened = []
 
-    def make(placement: str, micro_batch: int = SEQUENCES, **more: object) -> tuple[Trainer, list]:
+    def make(placement: str, micro_batch: int = SEQUENCES) -> tuple[Trainer, list]:
         config = TrainConfig(
             max_steps=STEPS,
             batch_size=micro_batch,
@@ -62,11 +61,9 @@ def build():
             eval_every=0,
             checkpoint_every=1,
         )
-        stack = VGPUStack(
-            {"levels": [{"device": "arena", "capacity_mb": 0.1 if more else 0.02}, {"device": "cpu", "capacity_mb": 1}]}
-        )
+        stack = VGPUStack({"levels": [{"device": "arena", "capacity_mb": 0.02}, {"device": "cpu", "capacity_mb": 1}]})
         model = Toy({})
-        enable_vgpu_stack_optimization(model, stack, placement=placement, **more)
+        enable_vgpu_stack_optimization(model, stack, placement=placement)
         opened.append((model, stack))
         optimizer = VGPUAdamW(
             model.parameters(),
@@ -168,28 +165,6 @@ def test_at_any_place_the_step_is_begun_again_smaller(build, placement, capsys):
         last = {name: param.detach() for name, param in reference.parts.model.named_parameters()}
         assert all(torch.equal(param, last[name]) for name, param in trainer.parts.model.named_parameters())
     assert smaller >= 2
-
-
-def test_what_was_kept_on_level0_goes_before_sequences_do(build, monkeypatch, capsys):
-    """Even a forward of one sequence is begun again; the next lack of memory has only sequences left to take."""
-    monkeypatch.setattr(kept, "reserved_bytes", lambda device: (0, 0))
-    monkeypatch.setattr(kept, "STEPS", 1)
-    for micro_batch in (1, SEQUENCES):
-        whole, (undisturbed, _) = build("streamed", micro_batch, update="device")
-        counter, said = refuse_at(whole, set(), RuntimeError()), ""
-        whole.run()
-        assert offload_of(whole.parts.model).step_control.kept.below
-        for at in range(counter.ends[2] + 2, counter.ends[3]):  # in the last step, where the engine cannot do without
-            trainer, (records, _) = build("streamed", micro_batch, update="device")
-            refuse_at(trainer, {at}, torch.OutOfMemoryError("CUDA out of memory"))
-            capsys.readouterr()
-            trainer.run()
-            said = capsys.readouterr().out
-            if "out of memory" in said:
-                break
-        assert f"step 4: out of memory with {micro_batch} sequences in a forward; begun again without layers" in said
-        assert trainer.now.micro_batch == micro_batch
-        assert [line.loss for line in records] == [line.loss for line in undisturbed]
 
 
 def test_it_halves_until_one_sequence_is_too_many(build):

@@ -100,16 +100,6 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
 
 
-def reserved_bytes(device: torch.device) -> tuple[int, int] | None:
-    """What torch holds of a GPU now, in use or cached, and how often it gave its cache up for lack of memory; None on
-    the CPU. Until it does, or is told to, it gives nothing back: what it holds is the most that it needed.
-    """
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.memory_stats(device)
-    return found["reserved_bytes.all.current"], found["num_alloc_retries"]
-
-
 def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 

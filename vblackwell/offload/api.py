@@ -50,7 +50,7 @@ def enable_vgpu_stack_optimization(
     groups: Iterable[str] | None = None,
     update: str | float = "auto",
     activations: str = "auto",
-    resident_bytes: int | str | None = None,
+    resident_bytes: int | str = 0,
     weight_bytes: int | str | None = None,
     states: str = "fp32",
     masters: str = "exact",
@@ -73,9 +73,7 @@ def enable_vgpu_stack_optimization(
             the CPU), the share of the parameters that the host updates, 0 to 1, or 'auto': that share by measured
             rates, 1 without a GPU. It changes no bit. ('level0' and 'home' are older names of the two.)
         resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's
-            first on (the first of forward are the last of backward: nothing hides their loads). Default: on a GPU what
-            three whole steps leave of its cap, less a fifth, until a forward of larger inputs or another mode, another
-            model in the stack, or a lack of memory needs it. 0 keeps none.
+            first on (the first of forward are the last of backward: nothing hides their loads).
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves loads: a group that
             stays over the turn from forward to backward, or from backward to forward, is not loaded again. Default: a
             few groups.
@@ -115,7 +113,7 @@ def enable_vgpu_stack_optimization(
         compute_dtype,
         None if groups is None else tuple(groups),
         update,
-        None if resident_bytes is None else parse_bytes(resident_bytes),
+        parse_bytes(resident_bytes),
         None if weight_bytes is None else parse_bytes(weight_bytes),
         parse_bytes(activation_bytes),
         Formats(states, masters, rounding_seed),
@@ -220,8 +218,6 @@ def model_plan(model: nn.Module) -> str:
             f"AdamW: {where}",
             f"inputs of checkpoints wait {'in RAM' if found['activations'] else 'on ' + levels[0].name}",
         ]
-        if found["kept"] is not None:
-            lines.append(f"kept on {levels[0].name} {found['kept']}")
         if found["steps"]:
             lines.append(f"updates were rolled back in {found['rolled_back_steps']} of {found['steps']} steps")
     if is_accelerated(model):

@@ -178,7 +178,7 @@ class Offload:
                 keep(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 keep(site.module.register_forward_hook(leave, always_call=True))
         model = self.model
-        keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True, with_kwargs=True))
+        keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True))
         keep(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
         keep(model.register_state_dict_post_hook(SiteHook(self._end_export)))
         keep(model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)))
@@ -204,14 +204,14 @@ class Offload:
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
             self._thread = threading.get_ident()
             self._unwind()
             with self.lock:
                 self._end_export()
                 self.weights.trace.begin_pass()
-                self.step_control.begin_forward(module.training, (args, kwargs))
+                self.step_control.begin_forward()
             if self.activations is not None and torch.is_grad_enabled():
                 self._entered.forward.enter_context(self.activations.forward_of(self.model))
 
@@ -436,7 +436,6 @@ class Offload:
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""
-        control = self.step_control
         return {
             "placement": self.placement,
             "groups": len(self.groups),
@@ -447,10 +446,9 @@ class Offload:
             "formats": formats_summary(self.groups),
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0.groups],
             "activations": None if self.activations is None else self.activations.summary(),
-            "undo_bytes": control.shadow_bytes,
-            "steps": control.num_steps,
-            "rolled_back_steps": control.num_rolled_back,
-            "kept": None if control.kept is None else control.kept.summary(),
+            "undo_bytes": self.step_control.shadow_bytes,
+            "steps": self.step_control.num_steps,
+            "rolled_back_steps": self.step_control.num_rolled_back,
         }
 
     @torch.no_grad()
@@ -495,8 +493,6 @@ class Offload:
                 if self.level0 is not None:
                     self.level0.drain()
                 self.weights.drop_all()
-                if self.step_control.kept is not None:
-                    self.step_control.kept.below.clear()  # the storage gives all ranges back
         finally:
             self.finalizer()  # without the lock: a forward that packs holds the activations' and wants this one
 

@@ -24,7 +24,6 @@ from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.layout.placement import StreamedPlacement, shadowed_groups
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.kept import KeptGroups
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
@@ -55,9 +54,6 @@ class StepControl(Mover):
         if level0 is not None:
             budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
             budget.free_spare = level0.free_shadows
-        self.kept = KeptGroups(shared, found, level0) if level0 is not None and found.may_keep else None
-        if self.kept is not None:
-            budget.give_back = self.kept.give_back
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self._rolled_back = False  # updates that began before the step that is awaited
@@ -71,13 +67,10 @@ class StepControl(Mover):
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
-    def begin_forward(self, training: bool, inputs: Any) -> None:
+    def begin_forward(self) -> None:
         """A forward of the whole model starts: a step that was speculated upon has not come."""
         self.gradients.in_flight.sweep()
         self.roll_back()
-        if self.kept is not None:
-            mode = training, torch.is_grad_enabled()
-            self.kept.before_forward(mode, inputs, self.num_steps, between_steps=not self._open_window)
         if torch.is_grad_enabled():
             self._forwards += 1
 

@@ -23,7 +23,6 @@ from torch import nn
 from vblackwell.data.corpus import Dataset
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBError
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.movement.state import Level0Budget
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.metrics import StepRecord, finite_or_none, level_labels, link_bytes
@@ -149,7 +148,6 @@ class Trainer:
         self.now = TrainerState(micro_batch=config.batch_size)  # without generators and scaler
         self._loss = parts.loss or parts.model
         self._held: dict[str, int] = {}  # the most in the step, by level
-        self._gave_way = False  # groups on level 0, in a step that ran out of memory
         self._progress, self._stop = progress, stop
         self._record, self._checkpoint, self._step_context = record, checkpoint, step_context
 
@@ -232,7 +230,7 @@ class Trainer:
         for group in parts.optimizer.param_groups:
             group["lr"] = learning_rate
         while (losses := self._forward_and_backward()) is None:
-            self._begin_again(start)
+            self._begin_again_smaller(start)
         if len(losses) < self.accumulation_steps:
             parts.optimizer.zero_grad()
             self.restore(start)
@@ -269,8 +267,7 @@ class Trainer:
         except (torch.OutOfMemoryError, InsufficientMemory) as error:
             # Raised by the device's allocator, perhaps to a level of the stack whose own count had space.
             refused = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
-            self._gave_way = refused and Level0Budget.give_back_kept(parts.stack)
-            if not refused or (self.now.micro_batch == 1 and not self._gave_way):
+            if not refused or self.now.micro_batch == 1:
                 raise
         return None  # the error is gone here, and with it what its frames held
 
@@ -289,19 +286,12 @@ class Trainer:
         for label, level in zip(level_labels(stats), stats["levels"], strict=True):
             self._held[label] = max(level["used_bytes"], self._held.get(label, 0))
 
-    def _begin_again(self, start: TrainerState) -> None:
-        """After a lack of memory: without groups that were kept on level 0, or with half the sequences in a forward."""
+    def _begin_again_smaller(self, start: TrainerState) -> None:
         parts, before = self.parts, self.now.micro_batch
         parts.optimizer.zero_grad()
         self.restore(start)
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._gave_way:
-            self._progress.say(
-                f"step {self.now.step + 1}: out of memory with {before} sequences in a forward; begun again without "
-                "layers that were kept on level 0"
-            )
-            return
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
         again = f"{self.now.micro_batch}, {self.accumulation_steps} forwards a step"
         self._progress.say(

@@ -167,7 +167,7 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
-# What plans without clusters and bulk copies are compared by, in cycles of a scheduler: arithmetic, but for `_SHARED_K`.
+# What plans without clusters and bulk copies are compared by, in cycles of a scheduler: arithmetic but for `_SHARED_K`.
 _DECODE, _EIGHT_TOKENS = 130.0, 12.0  # a warp's window: to issue its decode and copies, and its products
 _BLOCK = 2000.0  # for a block to begin and to end, and for each eight tokens to add up
 _EIGHT_SUMS = 250.0

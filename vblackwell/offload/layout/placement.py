@@ -83,7 +83,7 @@ class StreamingOptions:
     compute_dtype: torch.dtype | None = None
     groups: tuple[str, ...] | None = None
     update: str | float = "auto"
-    resident_bytes: int | None = None
+    resident_bytes: int = 0
     weight_bytes: int | None = None
     activation_bytes: int = 0
     formats: Formats = EXACT
@@ -117,7 +117,6 @@ class StreamedPlacement:
     ring_bytes: int  # of level 0, through which their states pass
     max_locked: int  # groups whose weights an update holds on level 0 until they are stored
     max_in_flight: int  # gradients on level 0, the one that fills and those that leave
-    may_keep: bool  # first groups may come to live on level 0 when steps have shown what they leave
 
     @property
     def trainable(self) -> list[Group]:
@@ -140,7 +139,7 @@ def place_streamed(
     """
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
     trainable = [group for group in groups if group.trainable()]
-    level, resident_bytes, free = levels[0], options.resident_bytes or 0, levels[0].free_bytes
+    level, resident_bytes, free = levels[0], options.resident_bytes, levels[0].free_bytes
     # What with its gradient does not fit level 0 is cut, if it can be.
     large = [group for group in groups if group.num_bytes * (2 if group.trainable() else 1) > free]
     slice_rows = {group: rows for group in large if (rows := rows_per_slice(group, sites, free // 2))}
@@ -180,10 +179,7 @@ def place_streamed(
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)
-    may_keep = options.resident_bytes is None
-    return StreamedPlacement(
-        groups, sites, storage, budget, slice_rows, on_level0, ring, max_locked, max_in_flight, may_keep
-    )
+    return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring, max_locked, max_in_flight)
 
 
 def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None:
@@ -259,7 +255,7 @@ def _able_on_level0(groups: Iterable[Group]) -> list[Group]:
 
 def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: Measured) -> float:
     """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
-    kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes or 0))
+    kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()

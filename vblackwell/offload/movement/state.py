@@ -503,7 +503,6 @@ class Level0Budget:
         self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
         self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
-        self.give_back: FreeSome = lambda: False  # groups that came to live on level 0
         self._stack, self._storage = stack, storage
         with self.lock:  # whose holders go through all
             self._all.add(self)
@@ -511,18 +510,10 @@ class Level0Budget:
     @classmethod
     def drop_idle_weights(cls, stack: VGPUStack) -> None:
         """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-        cls.give_back_kept(stack)
         lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
         with lock:
             for budget in list(budgets):
                 free_until(lambda: False, budget.end_update, budget.drop_weights)
-
-    @classmethod
-    def give_back_kept(cls, stack: VGPUStack) -> bool:
-        """Let groups that came to live on level 0 (`KeptGroups`) go back below; False if there are none."""
-        lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
-        with lock:
-            return any([budget.give_back() for budget in list(budgets)])
 
     def reserve(
         self, what: str, num_bytes: int, *free_some: FreeSome, fits: Callable[[], bool] = lambda: True

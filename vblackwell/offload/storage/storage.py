@@ -200,26 +200,13 @@ class Storage:
         self.stack.unreserve(reservation)
 
     def swap(self, group: Group, kind: str, reservation: Reservation) -> Reservation:
-        """Make ``reservation`` (from `take`, of that size) the range of (group, kind); returns the old."""
+        """Make ``reservation`` (from `take`, of that size and level) the range of (group, kind); returns the old."""
         key = (group.index, kind)
         old = self._ranges[key]
         assert old.num_bytes == reservation.num_bytes and reservation in self._taken
         self._taken.discard(reservation)
         self._taken.add(old)
         self._ranges[key] = reservation
-        return old
-
-    def relocate(self, group: Group, ranges: Ranges) -> Ranges:
-        """`swap` all of an update's ranges of ``group`` for ones that hold the same bytes on level 0, or below."""
-        old = {kind: self.swap(group, kind, reservation) for kind, reservation in ranges.items()}
-        placed, one = dict(self.plan.ranges), frozenset([group.index])
-        for kind, reservation in ranges.items():
-            self.ledger.changed(reservation)
-            placed[group.index, kind] = replace(placed[group.index, kind], level=reservation.level)
-        up = all(reservation.level == 0 for reservation in ranges.values())
-        resident, streamed = self.plan.resident, self.plan.on_level0
-        resident, streamed = (resident | one, streamed - one) if up else (resident - one, streamed | one)
-        self.plan = replace(self.plan, ranges=placed, resident=resident, on_level0=streamed)
         return old
 
     def __contains__(self, key: tuple[Group, str]) -> bool:
