@@ -145,6 +145,7 @@ def failure(error: Exception) -> str:
 
 def bench(args: argparse.Namespace) -> bool:
     """Whether every product was right, of those that there was time for."""
+    torch.cuda.init()  # plans ask the driver, which knows no GPU before
     about, rows, done = told_machine(), list[Row](), args.skip
     chosen = choose(args.peers)
     peers = tuple(peer for peer in chosen if peer.installed)

@@ -55,7 +55,6 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
         assert ours.grad_norm == norm.item()
         redone += clip
     assert equal(model, plain) and redone >= 1
-    assert offload_of(model).summary()["undo_bytes"] > 0  # it did speculate
     assert f"updates were rolled back in {redone} of 7 steps" in model_plan(model)
 
 

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -201,7 +201,9 @@ class _Slab(RangeAllocator):
 
     @property
     def is_resident(self) -> bool:
-        return self.bytes is not None and ((pages := self.pages) is None or pages.done())
+        if (pages := self.pages) is None:
+            return self.bytes is not None
+        return pages.done() and not pages.cancelled() and pages.exception() is None
 
 
 class HostLevel(Level):
@@ -319,7 +321,15 @@ class HostLevel(Level):
         self.materialise(extent)
         slab = extent.handle
         if (pages := slab.pages) is not None:
-            self._page_thread.wait(pages)
+            try:
+                self._page_thread.wait(pages)
+            except CancelledError:
+                raise
+            except Exception:
+                with self._lock:
+                    if slab.pages is pages and pages.done():  # nobody has seen its bytes: the next use maps it anew
+                        slab.bytes = slab.pages = None
+                raise
             slab.pages = None
         return slab.bytes[extent.offset : extent.offset + extent.num_bytes]
 

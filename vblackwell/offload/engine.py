@@ -396,6 +396,8 @@ class Offload:
         sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
         self.storage.reserve([(group, "gradient") for group in on_host] + fresh, sums)
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
+        if self.level0 is not None and self.step_control.source is None:
+            self.level0.compile_ahead()
         self.step_control.source = optimizer
 
     def optimizers(self) -> list[Any]:

@@ -194,6 +194,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     groups = {place: group_seconds(device, place) for place in ("device", "host")}
     samples.take()
     together.take()
+    keep_together(torch.cuda.get_device_name(device), update_threads(), *median_sample(together.samples))
     return found | {
         "cpu_adamw_during_copies_gparams": median_sample(together.samples)[1] / 1e9,
         "adds_per_update": added,

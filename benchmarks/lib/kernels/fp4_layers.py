@@ -46,7 +46,6 @@ def _clear_edge(codes: Tensor, scales: Tensor, scale: Tensor, n: int, k: int) ->
 
 def gpu() -> Gpu:
     """The one that benchmarks run on."""
-    torch.cuda.init()  # the driver is asked, which knows no GPU before
     return fp4_launch.gpu_of(torch.device("cuda", 0))
 
 

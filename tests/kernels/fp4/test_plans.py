@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -324,3 +325,14 @@ def test_clusters_begin_with_rows_that_the_head_rounds(m):
 def test_heads_of_large_weights_round_what_a_second_round_begins_with(m, n, k, rows):
     """As timed, unless the first four pairs' tiles fill a round and a half."""
     assert w4a8.plan_w4a8(m, n, k, 132).head_rows == rows
+
+
+def test_a_driver_that_reports_no_memory_clock_gets_a_rate_by_its_multiprocessors(monkeypatch):
+    """As some do where a CPU shares the memory: plans divide by it."""
+    properties = SimpleNamespace(multi_processor_count=48)
+    monkeypatch.setattr(fp4_launch, "driver", lambda: SimpleNamespace(cuDeviceGetAttribute=lambda value, *which: 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
+    gpu = fp4_launch.gpu_of.__wrapped__(torch.device("cuda", 0))
+    assert gpu == Gpu((12, 1), 48, H200.memory_bytes_a_us * 48 / 132)
+    assert mma_plan.mma_is_faster(1, 4096, 4096, gpu)

@@ -217,6 +217,12 @@ def test_sums_of_squares_against_float64(n, gradient_type, monkeypatch):
 
 def test_torchs_order_is_known_and_says_where_the_scalar_loop_starts():
     order = torch_order()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)  # of a user who builds another model meanwhile
+        assert torch_order.__wrapped__() == order
+    finally:
+        torch.set_default_dtype(before)
     assert order.width in (1, 4, 8, 16)
     assert order.tail_start(BLOCK) == BLOCK
     if order.lerp[0] != order.lerp[1] or order.square[0] != order.square[1]:

@@ -140,15 +140,19 @@ def test_a_mask_that_is_as_it_should_be_is_read_as_it_is():
     assert operators._bias(flat[1:].view(7, 32), q, 32).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
 
 
-def test_every_field_that_matters_makes_another_key():
+def test_every_field_that_matters_makes_another_key(monkeypatch):
     q, k, v = qkv()
     mask, slopes = torch.ones(9, 9, dtype=torch.bool), torch.ones(4)
 
     def key(q=q, k=k, v=v, backend="auto", **how):
         return dispatcher._key(q, k, v, Variant(**how), backend)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatcher, "is_captured", lambda q: True)
+        captured = key()
     keys = [
         key(),
+        captured,
         key(q=q[:, :, :8]),
         key(q=q[:1], k=k[:1], v=v[:1]),
         key(k=k[:, :2], v=v[:, :2]),
@@ -425,6 +429,15 @@ def test_cudnn_takes_wide_heads_where_torch_lets_it(head):
         for one, other in zip(got, exact, strict=True):
             # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
             assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+def test_strides_that_the_cpu_s_operator_takes_for_granted_run_elsewhere():
+    exact = qkv()
+    for odd in range(3):
+        given = [x.repeat_interleave(2, 3)[..., ::2] if place == odd else x for place, x in enumerate(exact)]
+        out, name = attention(*given)
+        assert name == "math"
+        torch.testing.assert_close(out, attention(*exact)[0])
 
 
 @ON_GPU

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MMA_FILES, Gpu, MmaPlan, ceil_div, launch_bytes, round_up
+from vblackwell.kernels.fp4.mma_plan import H200, MMA_FILES, Gpu, MmaPlan, ceil_div, launch_bytes, round_up
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime import counters
@@ -67,7 +67,10 @@ def gpu_of(device: torch.device) -> Gpu:
         result = driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, index)
         check_driver(result, f"asking for attribute {attribute} of GPU {index}")
     khz, bits = (value.value for value in found)
-    return Gpu(torch.cuda.get_device_capability(device), processors(device), 2 * khz / 1000 * bits / 8)
+    count = processors(device)
+    # Some drivers report 0 of memory that a CPU shares.
+    bandwidth = 2 * khz / 1000 * bits / 8 or H200.memory_bytes_a_us * count / H200.processors
+    return Gpu(torch.cuda.get_device_capability(device), count, bandwidth)
 
 
 @functools.lru_cache(4096)

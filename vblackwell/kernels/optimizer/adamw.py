@@ -77,7 +77,8 @@ class Order:
 def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
     betas: dict[str, Any] = {"beta1": numbers.beta1, "beta2": numbers.beta2, "amsgrad": False, "maximize": False}
     others: dict[str, Any] = {"lr": numbers.lr, "weight_decay": numbers.weight_decay, "eps": numbers.eps}
-    tensors = ([weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(numbers.step))])
+    step = torch.tensor(float(numbers.step), dtype=torch.float32)
+    tensors = ([weights], [gradient], [exp_avg], [exp_avg_sq], [], [step])
     torch._fused_adamw_(*tensors, **betas, **others)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -86,9 +87,10 @@ def torch_order() -> Order:
     """Ask torch: 256 random elements, each in all 31 places of a tensor that has vectors and a rest. Raises Unsupported
     where torch rounds in a way the kernels do not know."""
     generator = torch.Generator().manual_seed(0)
-    g, m, v = (torch.rand(256, 1, generator=generator) + 1 for _ in range(3))
+    g, m, v = (torch.rand(256, 1, generator=generator, dtype=torch.float32) + 1 for _ in range(3))
     numbers = AdamWStep(1e-3, 0.7, 0.4, 1e-8, 0.0, 1)
-    weight, beta2, weight2 = (torch.tensor(x).double() for x in (1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2))
+    factors = 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2
+    weight, beta2, weight2 = (torch.tensor(x, dtype=torch.float32).double() for x in factors)
     # All numbers are of one size, so that float64 holds products and their sums exactly: fused means rounded once.
     step = weight * (g - m).double()
     lerps = [m + step.float(), (m.double() + step).float()]
@@ -97,7 +99,7 @@ def torch_order() -> Order:
     squares = [kept.float() + added.float(), *in_one]
     exp_avg, exp_avg_sq, gradient = (source.expand(-1, 31).contiguous() for source in (m, v, g))
     for row in range(len(g)):
-        _fused(torch.ones(31), gradient[row], exp_avg[row], exp_avg_sq[row], numbers)
+        _fused(torch.ones(31, dtype=torch.float32), gradient[row], exp_avg[row], exp_avg_sq[row], numbers)
     # For each place, the one form that gives all 256 results.
     lerp, square = (
         [[kind for kind, form in enumerate(forms) if torch.equal(form[:, 0], found[:, i])] for i in range(31)]

@@ -25,7 +25,7 @@ from vblackwell.memory.cache.policy import POLICIES
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Level
 from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
-from vblackwell.units import format_bytes, parse_bytes
+from vblackwell.units import parse_bytes
 
 __all__ = ["Reservation", "VGPUStack"]
 
@@ -80,9 +80,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             host = self._measured_host
             if host is not None and not self._closed:
                 arenas = [each for each in self.levels if each.device == host.device and each is not host]
-                promised = sum(arena.free_bytes for arena in arenas)
-                free = memory_facts().available_bytes + host.resident_bytes - promised
-                host.resize(int(free * MEASURED_HOST_SHARE))
+                free = memory_facts().available_bytes + host.resident_bytes
+                host.resize(_measured_bytes(free, sum(arena.free_bytes for arena in arenas)))
 
     def register(
         self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
@@ -319,6 +318,11 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self.close()
 
 
+def _measured_bytes(free_bytes: int, arena_bytes: int) -> int:
+    """Of a host level that nobody chose: an arena is in RAM too, but a cap; more than half of it may stay unused."""
+    return int((free_bytes - min(arena_bytes, free_bytes // 2)) * MEASURED_HOST_SHARE)
+
+
 def create_vgpu_stack(
     fast_memory: Size = None,
     host_memory: Size = None,
@@ -355,12 +359,7 @@ def create_vgpu_stack(
     levels = [LevelConfig(level0, share if fast is None else fast)]
     if host is None:
         arena = 0 if chosen.type == "cuda" else levels[0].capacity_bytes
-        if arena >= available:
-            raise ConfigurationError(
-                f"fast_memory {format_bytes(arena)} is RAM on a CPU, of which {format_bytes(available)} are available: "
-                "lower it, or give host_memory"
-            )
-        levels.append(LevelConfig("cpu", int((available - arena) * MEASURED_HOST_SHARE)))
+        levels.append(LevelConfig("cpu", _measured_bytes(available, arena)))
     elif host != 0:
         levels.append(LevelConfig("cpu", host))
     if disk != 0:

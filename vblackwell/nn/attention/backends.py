@@ -217,9 +217,10 @@ def _key(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tup
     mask, slopes = variant.mask, variant.alibi_slopes_N
     how: tuple[Any, ...] = variant
     if mask is not None or slopes is not None:  # shapes in place of tensors, which a key must not keep alive
-        how = (_place(mask), is_captured(q), _place(slopes), *variant._replace(mask=None, alibi_slopes_N=None))
+        how = (_place(mask), _place(slopes), *variant._replace(mask=None, alibi_slopes_N=None))
     learns = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    process = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), registry.asked_for(KIND))
+    switches = _deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled()
+    process = (*switches, registry.asked_for(KIND), is_captured(q))
     types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device)
     return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), types, how, learns, process, backend
 

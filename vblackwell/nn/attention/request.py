@@ -124,7 +124,8 @@ def is_captured(q: Tensor) -> bool:
 def _refused(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[str, ...]:
     """Backends that PyTorch refuses for what requests do not say: flags and contexts of the user, strides, versions."""
     if not q.is_cuda:
-        return () if cuda.flash_sdp_enabled() else ("flash",)
+        dense = all(x.stride(-1) == 1 for x in (q, k, v))  # which that operator takes for granted
+        return () if dense and cuda.flash_sdp_enabled() else ("flash",)
 
     def params(k: Tensor, v: Tensor) -> cuda.SDPAParams:
         return cuda.SDPAParams(q, k, v, None, variant.dropout, variant.causal, q.shape[1] != k.shape[1])

@@ -5,8 +5,11 @@ else holds it. A due update, whose step has come, brings up the weights that the
 room.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
@@ -33,6 +36,11 @@ from vblackwell.offload.storage.storage import Ranges, Shadows
 ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
 
 
+def _compile(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+    with suppress(Exception):  # is raised once more by the first launch
+        compile_kernels(dtypes, device)
+
+
 class DeviceUpdates(Mover):
     """Updates on level 0, as ``found`` places them there."""
 
@@ -51,9 +59,6 @@ class DeviceUpdates(Mover):
         self._lane = kind(self._stack, self._storage, memory, count, queues, self._worker)
         self._device = self._stack.level0_device
         self._on_gpu = self._device.type == "cuda"
-        if self._on_gpu:  # while the first forward runs
-            exact = {group.slots[0].dtype for group in found.on_level0 if not group.formats.packed}
-            self._worker.submit(compile_kernels, exact, self._device)
         # Updated under the next forward even where they could be right after their backward.
         self.deferred = set(deferred_groups(found.on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
@@ -63,6 +68,12 @@ class DeviceUpdates(Mover):
         self._expecting = False
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
         self._newest: LaneEnd | None = None
+
+    def compile_ahead(self) -> None:
+        """Compile AdamW's kernels in the worker, while the first forward runs."""
+        if self._on_gpu:
+            exact = {group.slots[0].dtype for group in self.groups if not group.formats.packed}
+            self._worker.submit(_compile, exact, self._device)
 
     def expect_backward(self) -> None:
         """A gradient is on its way: bring up states in the order in which the last backward needed them."""
