@@ -126,7 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     cases = draws(arguments.random, arguments.seed) if arguments.random else listed()
-    wanted = [case for case in cases[arguments.skip :] if arguments.only in str(case)]
+    wanted = [case for case in cases if arguments.only in str(case)][arguments.skip :]
     if arguments.host:
         return host(small())
     raise SystemExit(not bench(wanted, arguments))

@@ -155,7 +155,8 @@ def bench(args: argparse.Namespace) -> bool:
     listed = [Product(n, k, m) for (n, k), m in itertools.product(args.shapes, args.rows)]
     products = (draws(args.random, args.seed) if args.random else listed)[args.skip :]
     torch.manual_seed(args.seed)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
+    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2))
+    try:
         wanted = dict.fromkeys(source for product in products for source in linear_sources(product))
         jobs = {source: pool.submit(compile_for, source) for source in wanted}
         for _, together in itertools.groupby(products, lambda product: product.weights):
@@ -163,13 +164,16 @@ def bench(args: argparse.Namespace) -> bool:
                 tell(f"{args.seconds:g} s are over: go on with --skip {done}")
                 break
             found: list[Row] = []
-            for row in measure(list(together), peers, jobs, args):
-                found.append(about | row | ({"seed": args.seed} if args.random else {}))
+            try:
+                for row in measure(list(together), peers, jobs, args):
+                    found.append(about | row | ({"seed": args.seed} if args.random else {}))
+            finally:
+                if args.out and found:
+                    append_csv(args.out, found)
             done += len({row["m"] for row in found} - {""})
             rows += found
             torch.cuda.empty_cache()
-            if args.out:
-                append_csv(args.out, found)
+    finally:
         pool.shutdown(cancel_futures=True)
     print("\n".join([goal_header(f"seed {args.seed}, cases {args.skip + 1} to {done}"), *summary(rows)]))
     return not any(str(row.get("note", "")).startswith("WRONG") for row in rows)

@@ -103,10 +103,11 @@ def test_its_loss_is_printed(folder_of, rounded, tmp_path, monkeypatch, capsys):
     text.write_text("There was a wolf who said that there was a sheep. " * 60)
     options = {"calibration": str(text), "fp8_activations": True}
     assert quantize_command(source, str(tmp_path / "out"), "mxfp4", **options) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("calibration loss ") and " packed, " in last and last.endswith("with --fp8-activations too")
+    *_, packed, both = capsys.readouterr().out.splitlines()
+    assert packed.startswith("calibration loss ") and ", packed " in packed
+    assert both.startswith("with --fp8-activations")
     assert len(rounded) % PACKED == 0 and min(rounded) >= 897
-    exact, fast = (float(part.split()[0]) for part in last.split(", ")[1:])
+    exact, fast = (float(line.split()[-2]) for line in (packed, both))
     assert exact != fast
     for wrong in ({"format": "nvfp4"}, {"assignment": str(tmp_path / "none.json")}):
         with pytest.raises(ConfigurationError):

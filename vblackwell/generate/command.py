@@ -119,6 +119,8 @@ def generate_command(
             "--assignment packs a model that is all on the device, for one --prompt: drop it, or --prompts, "
             "--use-fp4, --adapter and the memory flags"
         )
+    if where.assignment is not None and where.fp8_activations:
+        raise ConfigurationError("--assignment packs to nvfp4, and --fp8-activations is for mxfp4: drop one of them")
     sampling = Sampling(temperature, top_k, top_p, min_p)
     given = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
     folder, problems = resolve_model(model)

@@ -217,10 +217,10 @@ def quantize_command(
         print(f"all other tensors {old} -> {new}, in which compressed-tensors decodes {format}")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
     if batches:
-        losses = [mean_loss(load_model(source, device), batches)]
-        losses += [mean_loss(load_model(Path(out), device, w4a8=w4a8), batches) for w4a8 in (False, True)]
-        packed, rounded = (f"{100 * (loss / losses[0] - 1):+.3f} %" for loss in losses[1:])
-        print(f"calibration loss {losses[0]:.4f}, {packed} packed, {rounded} with --fp8-activations too")
+        loss = mean_loss(load_model(source, device), batches)
+        for w4a8, said in ((False, f"calibration loss {loss:.4f}, packed"), (True, "with --fp8-activations too")):
+            rise = 100 * (mean_loss(load_model(Path(out), device, w4a8=w4a8), batches) / loss - 1)
+            print(f"{said} {rise:+.3f} %", flush=True)
     return 0
 
 

@@ -114,7 +114,8 @@ class TrainConfig:
     and changes numbers; gradients pass straight through. The base is packed to mxfp4."""
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
-    '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
+    '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4 (mxfp4 with
+    --fp8-activations)."""
 
     vgpu_auto: bool = False
     """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW

@@ -93,7 +93,8 @@ def check_device(device: torch.device, name: str = "the weight", dtype: torch.dt
         )
     if found > (0, 0) and dtype is not None and dtype not in HALVES:
         found_dtype = f"{name}: activations are {dtype}, and w4a8 takes bf16 or fp16 on a GPU"
-        raise Unsupported(f"{found_dtype}: compute in bf16 (vb train --mixed-precision), or go without w4a8")
+        remedy = "vb train --mixed-precision computes in bf16, vb quantize --format mxfp4 writes a folder that does"
+        raise Unsupported(f"{found_dtype}: {remedy}; or go without w4a8 (--fp8-activations)")
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
