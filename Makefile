@@ -37,10 +37,10 @@ faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN)python -m tests.faults --seed 35 --write docs/reliability.md
 
 # Run where the GPU is, with the environment that is active, because GPU machines often bring their own torch, and with
-# this checkout, installed or not. Eight processes share the GPU and 16 cores. What each_value and each_pair leave to
+# this checkout, installed or not. Twelve processes share the GPU and 16 cores. What each_value and each_pair leave to
 # test-all needs no GPU. pytest-benchmark, which nothing here uses, warns of xdist, and warnings are errors.
 test-gpu:
-	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=2 python3 -m pytest -q -n 8 --dist worksteal -p no:benchmark -m "gpu or multi_gpu or (slow and not each_value and not each_pair)" -rs --durations=25
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 --dist worksteal -p no:benchmark -m "gpu or multi_gpu or (slow and not each_value and not each_pair)" -rs --durations=25
 
 # compute-sanitizer over small shapes of every kernel, on a GPU machine with the CUDA toolkit; ends with a table.
 sanitize:

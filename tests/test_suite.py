@@ -98,5 +98,5 @@ def test_the_gpu_suite_is_one_command():
     ).stdout
     (line,) = words.splitlines()
     assert " -m pytest " in line and "venv" not in line
-    for part in ("-n 8", "-p no:benchmark", "-rs", "gpu or multi_gpu or (slow and not each_value and not each_pair)"):
+    for part in ("-n 12", "-p no:benchmark", "-rs", "gpu or multi_gpu or (slow and not each_value and not each_pair)"):
         assert part in line
