@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
@@ -286,7 +286,9 @@ class DeviceLevel(Level):
         try:
             with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
                 if self.device.type != "cpu":
-                    with torch.cuda.stream(torch.cuda.default_stream(self.device)):
+                    default = torch.cuda.default_stream(self.device)
+                    is_current = torch.cuda.current_stream(self.device) == default
+                    with nullcontext() if is_current else torch.cuda.stream(default):
                         extent.handle[0] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
                     return
                 block = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")

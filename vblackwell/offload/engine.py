@@ -167,8 +167,9 @@ class Offload:
     def _take_modules(self, sites: list[Site], shared: Shared) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
         keep = self._handles.append  # each at once: where a later one fails, `detach` removes it
-        for slot in self.slots():
-            self.used.hide(slot)
+        with torch.inference_mode(False):
+            for slot in self.slots():
+                self.used.hide(slot)
         for site in sites:
             if (group := site.groups[0]) in self._slice_rows:
                 swap_class(site.module, SlicedLeaf(shared, group, self._slice_rows[group], self.step_control))

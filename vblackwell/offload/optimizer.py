@@ -5,6 +5,7 @@ Clipping is exact, over both kinds together: the norm of per-parameter norms in 
 max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ from vblackwell.offload.state import read_slot_states, write_slot_states
 
 # Without the profiling and grad-mode layers that torch puts around each class's step: ours has them.
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
+
+
+_hyper = functools.lru_cache(64)(Hyper)  # asked for every parameter, several times a step
 
 
 def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[Tensor]:
@@ -170,7 +174,7 @@ class VGPUAdamW(torch.optim.AdamW):
         if group["amsgrad"] or group["maximize"]:
             raise Unsupported("amsgrad and maximize are not available for offloaded parameters")
         beta1, beta2 = group["betas"]
-        return Hyper(float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
+        return _hyper(*map(float, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

@@ -257,10 +257,10 @@ class SiteHook:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Inside, the caller's modes and transforms see no operators: selective checkpointing counts those of both passes,
-    and loads differ; torch.func would wrap every tensor that is made.
+    and loads differ; torch.func would wrap every tensor that is made; and none is born under inference mode.
     """
     torch_c: Any = torch._C
-    with torch_c._DisableTorchDispatch(), torch_c._DisableFuncTorch():
+    with torch_c._DisableTorchDispatch(), torch_c._DisableFuncTorch(), torch.inference_mode(False):
         yield
 
 
@@ -273,7 +273,7 @@ class UsedParameters:
         self._engine, self._take_gradient = engine, take_gradient
         self._pins: dict[Slot, int] = {}
         self._seen_versions: dict[Slot, int] = {}
-        self._placeholders: dict[torch.dtype, Tensor] = {}
+        self._placeholders: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.hooks: dict[Slot, Any] = {}
 
     @contextmanager
@@ -315,8 +315,7 @@ class UsedParameters:
         self._pins[slot] = pins + 1
         if pins == 0:
             param.__class__ = _used_class(slot.plain_class)
-            with torch.inference_mode(False):
-                _DATA_SET(param, slot.view(self._engine.weights.buffer(slot.group)))
+            _DATA_SET(param, slot.view(self._engine.weights.buffer(slot.group)))
             if param.requires_grad and slot not in self.hooks:
                 self.hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
             self._seen_versions[slot] = param._version
@@ -327,13 +326,13 @@ class UsedParameters:
         return slot.param._version != self._seen_versions[slot] or any(alias._version for alias in aliases)
 
     def hide(self, slot: Slot) -> None:
-        dtype, held = slot.dtype, vars(slot.param)
+        shape, dtype, held = slot.shape, slot.dtype, vars(slot.param)
         held.pop("_vb_data", None)
-        with torch.inference_mode(False):
-            if dtype not in self._placeholders:
-                filling = float("nan") if dtype.is_floating_point else 0
-                self._placeholders[dtype] = torch.full((), filling, dtype=dtype, device=self._engine.device)
-            _DATA_SET(slot.param, self._placeholders[dtype].expand(slot.shape))
+        if (placeholder := self._placeholders.get((shape, dtype))) is None:
+            filling = float("nan") if dtype.is_floating_point else 0
+            single = torch.full((), filling, dtype=dtype, device=self._engine.device)
+            placeholder = self._placeholders[shape, dtype] = single.expand(shape)
+        _DATA_SET(slot.param, placeholder)
         slot.param.__class__ = OffloadedParameter
         held.update(_vb_binding=self._engine, _vb_slot=slot)
 

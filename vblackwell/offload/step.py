@@ -79,8 +79,10 @@ class StepControl(Mover):
         if self.source is not None:
             self._open_window = True
             self.gradients.measuring = self.source.max_grad_norm is not None
-        self.roll_back(group)
-        self.scale_stored(group)
+        if self._states[group].early is not None:  # asked for every parameter
+            self.roll_back(group)
+        if self._unscaled:
+            self.scale_stored(group)
         if self.level0 is not None:
             self.level0.expect_backward()
 

@@ -363,3 +363,23 @@ def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
     compiled = _kernel("block_norm", 0, torch.float32, None, sums.device)
     compiled.launch((1, 1, 1), THREADS, THREADS * 8, (sums, out, sums.numel()))
     return out
+
+
+def norms_at(pieces: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> Tensor:
+    """`norm_of` of gradients on a GPU, (address, elements, type) each: (len(pieces),) fp32, by launches on the current
+    stream and nothing else of the host, for a caller that has hundreds of parameters. Raises ValueError as
+    `adamw_piece` for one of too many elements."""
+    counts = [-(-elements // BLOCK) for _, elements, _ in pieces]
+    sums, norms = torch.empty(sum(counts), device=device), torch.empty(len(pieces), device=device)
+    norm = _kernel("block_norm", 0, torch.float32, None, device).launcher(THREADS, THREADS * 8, 3)
+    sums_at, norm_at = sums.data_ptr(), norms.data_ptr()
+    for (address, elements, dtype), count in zip(pieces, counts, strict=True):
+        if elements > MAX_ELEMENTS:
+            raise ValueError(f"a gradient of {elements} elements: at most {MAX_ELEMENTS} at once")
+        if count:
+            whole = int(address * (1 if dtype.itemsize == 4 else 2) % 16 == 0)
+            launcher = _kernel("square_sums", 0, dtype, None, device).launcher(THREADS, 64, 5)
+            launcher.queue((count, 1, 1), (address, 0, sums_at, elements, whole))
+        norm.queue((1, 1, 1), (sums_at, norm_at, count))
+        sums_at, norm_at = sums_at + 4 * count, norm_at + 4
+    return norms

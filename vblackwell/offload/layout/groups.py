@@ -180,7 +180,8 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter inside ``flat``, the group's uint8 range in compute dtype; in its own shape and stride."""
-        return self._shaped(self.flat(flat))
+        typed = flat.view(self.dtype)  # sizes and offsets of ranges are multiples of `ALIGNMENT`
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset // self.dtype.itemsize)
 
     def view_fp32(self, flat: Tensor) -> Tensor:
         return self._shaped(self.flat_fp32(flat))

@@ -1,8 +1,8 @@
 """AdamW on level 0 through a `Lane`: early, after a group's backward, or under the next forward, when each is due.
 
 After a group's backward its weights and gradient are on level 0 still: what is loaded is changed in place if nothing
-else holds it. A due update, whose step has come, brings up the weights that the next forward will use, if they have
-room.
+else holds it. Weights that are not, of an embedding or of an update that is due, whose step has come, are loaded for it
+if they have room: the next forward will use them, and has not to wait until they are stored.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.groups import AccessTrace, Group, smallest_buffer
+from vblackwell.offload.layout.groups import AccessTrace, Group, Slot, smallest_buffer
 from vblackwell.offload.layout.placement import StreamedPlacement, deferred_groups, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
 from vblackwell.offload.movement.state import (
+    Hyper,
     InFlightQueue,
     Job,
     LoadedWeights,
@@ -104,14 +105,18 @@ class DeviceUpdates(Mover):
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
         kind, own = None, self._storage.own_ranges(group)
         sources, targets = own.copy(), shadows or own
-        loaded = self._lock_or_load(group) if gradient is None else weights.lock(group)
+        loaded = self._lock_or_load(group)
         if loaded is None:
             weights.invalidate(group)
         try:
             if gradient is None or self._gradients.has_all_on_host(group):
                 kind = self._gradients.kind_when_idle(group)
                 sources[kind] = self._storage.range(group, kind)
-            numbers = {job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs}
+            made = dict[tuple[Hyper, int], AdamWStep]()  # mostly one for all: its words are computed once
+            numbers = dict[Slot, AdamWStep]()
+            for job in jobs:
+                key = job.hyper, int(job.step) + 1
+                numbers[job.slot] = made.get(key) or made.setdefault(key, AdamWStep(**vars(job.hyper), step=key[1]))
             weight = None if loaded is None else loaded.buffer
             factor = None if factor is None else factor.to(self._device)
             end = self._lane.submit(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported
-from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
+from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, norms_at, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
@@ -127,8 +127,10 @@ class GradientCollector(Mover):
         buffer.closed = True
         adding = bool(self._state(buffer.group).slots)
         if self.measuring and buffer.bytes.is_cuda and not adding:  # no pass over it on the host
-            norms = {slot: gradient_norm(slot.flat(buffer.bytes)) for slot in buffer.slots}
-            self._state(buffer.group).level0_norms.update(norms)
+            base = buffer.bytes.data_ptr()
+            pieces = [(base + slot.offset, slot.num_elements, slot.dtype) for slot in buffer.slots]
+            norms = norms_at(pieces, buffer.bytes.device).unbind()
+            self._state(buffer.group).level0_norms.update(zip(buffer.slots, norms, strict=True))
         return adding
 
     def _send_unfinished(self, buffer: GradientBuffer) -> None:
