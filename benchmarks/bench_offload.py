@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="sequences in a forward")
     add("--accumulation", type=int, default=1, help="forwards and backwards in a step")
     add("--steps", type=int, default=7, help="measured steps, the median counts")
-    add("--warmup", type=int, default=5, help="steps before them")
+    add("--warmup", type=int, default=12, help="steps before them: for ten seconds pages of host memory still come")
     add("--max-grad-norm", type=number_or_none, default=None, help="a number, or none; drawn cases: 1e9, never bites")
     add("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
     add("--capped", type=names, default=["streamed", "lines"], help="systems that must obey the cap")

@@ -8,9 +8,9 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.thread import _global_shutdown_lock
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 import torch
@@ -548,6 +548,29 @@ def test_two_backwards_of_one_graph(stack: VGPUStack):
         loss.backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("case", (GPT2, DECODER), ids=lambda case: case.name)
+def test_a_checkpoints_second_pass_uses_each_layer_once(case, stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
+    """From transformers 5.23 on a layer's hooks are outside its checkpoint: weights would come one by one."""
+    model, used = offloaded(stack, build(case, True)), list[int]()
+    engine = offload_of(model)
+    assert isinstance(engine, Offload)
+    using = engine.used.using
+
+    def counted(slots: Iterable[Slot]) -> AbstractContextManager[None]:
+        slots = list(slots)
+        used.append(len(slots))
+        return using(slots)
+
+    monkeypatch.setattr(engine.used, "using", counted)
+    loss = case.loss(model, 0)
+    forward, layer = used.copy(), max(used)
+    used.clear()
+    loss.backward()
+    # The head's weight is read again by its own backward; everything else is a layer's second pass.
+    assert [count for count in used if count == layer] == [count for count in forward if count == layer]
+    assert sum(count < layer for count in used) <= 1, used
 
 
 def test_reentrant_checkpointing(stack: VGPUStack):

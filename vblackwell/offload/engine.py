@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.decoder.checkpoint import second_pass_under
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
 from vblackwell.offload.layout.placement import (
     Measured,
@@ -229,6 +230,8 @@ class Offload:
         slots = [slot for group in site.groups for slot in group.slots]
         with ExitStack() as context:
             context.enter_context(self.used.using(slots))
+            if torch._C._current_graph_task_id() == -1:
+                context.enter_context(second_pass_under(partial(self.used.using, slots), module))
             if is_transformed():
                 context.enter_context(computing_with_views(site.module, slots))
             self._entered.sites.append((site, context.pop_all()))

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -55,6 +56,30 @@ def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Ite
         for module, function in own.items():
             module.__dict__[_FUNCTION] = function
         _input_hooks.set(outer)
+
+
+@contextmanager
+def second_pass_under(context: Callable[[], AbstractContextManager[Any]], module: nn.Module) -> Iterator[None]:
+    """Inside, a checkpoint that ``module``, one of transformers', makes of its forward alone runs the second pass under
+    ``context()``: since 5.23 the module's hooks run in the first pass only.
+    """
+    own = vars(module).get(_FUNCTION)
+
+    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if torch._C._current_graph_task_id() == -1 else context():
+            return function(*args, **kwargs)
+
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        calls_hooks = hasattr(getattr(function, "func", function), "__self__")  # the module's own __call__, as before
+        return own(function if calls_hooks else partial(again, function), *args, **kwargs)
+
+    if own is not None:
+        vars(module)[_FUNCTION] = run
+    try:
+        yield
+    finally:
+        if own is not None:
+            vars(module)[_FUNCTION] = own
 
 
 class _BuffersReplaced:

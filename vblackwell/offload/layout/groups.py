@@ -252,7 +252,8 @@ class Group:
 
     def trainable(self) -> list[Slot]:
         """Slots whose parameter requires a gradient now: users freeze and unfreeze."""
-        return [slot for slot in self.slots if slot.param.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():  # an offloaded parameter's own would be asked each time
+            return [slot for slot in self.slots if slot.param.requires_grad]
 
     def all_trainable(self) -> bool:
         """Whether all of it is trained: only then is it updated before its step."""
