@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload import resident
 from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups
-from vblackwell.offload.movement.gradients import norm_of_norms
+from vblackwell.offload.movement.gradients import after_norms, norm_of_norms
 from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import Resident, resident_of, restride, updates_here
@@ -218,14 +218,19 @@ class VGPUAdamW(torch.optim.AdamW):
     def _measure(self, only: set[Tensor] | None) -> Tensor | None:
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
         assert self.max_grad_norm is not None
-        total, measured = _measured((param for param in self._group_of if only is None or param in only), self._engines)
-        inverse_scale = 1.0 / self.loss_scale
-        self._norm = total = total if inverse_scale == 1.0 else total * inverse_scale
-        if not measured:
-            return None
-        self.skipped = not bool(torch.isfinite(total))
-        factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
-        return None if factor == 1.0 else factor.cpu()
+        _collect(self._engines)
+        streamed = self._engines and len(self._slots) == len(self._group_of)  # no gradient is still being made here
+        collectors = [engine.gradients for engine in self._engines] if streamed else []
+        with after_norms(collectors, self._engines[0].device) if streamed else nullcontext():
+            params = (param for param in self._group_of if only is None or param in only)
+            total, measured = _measured(params, self._engines)
+            inverse_scale = 1.0 / self.loss_scale
+            self._norm = total = total if inverse_scale == 1.0 else total * inverse_scale
+            if not measured:
+                return None
+            self.skipped = not bool(torch.isfinite(total))
+            factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
+            return None if factor == 1.0 else factor.cpu()
 
     def _step_plain(self, only: set[Tensor] | None, factor: Tensor | None) -> None:
         torchs: set[Tensor] = set()
@@ -346,6 +351,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
         engine.step_control.roll_back()
     for param in params:
         restride(param)
+    _collect(engines)
     total, measured = _measured(params, engines)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     offloaded: dict[Offload, list[Slot]] = {}
@@ -359,10 +365,14 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     return total
 
 
-def _measured(params: Iterable[Tensor], engines: Sequence[Offload]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The global 2-norm of the gradients of ``params``, and those that have one, in order, with its norm."""
+def _collect(engines: Iterable[Offload]) -> None:
     for engine in engines:
         engine.step_control.collect()
+
+
+def _measured(params: Iterable[Tensor], engines: Sequence[Offload]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The global 2-norm of the gradients of ``params``, which are collected, and those that have one, in order, with
+    its norm."""
     measured: list[tuple[Tensor, Tensor]] = []
     for param in params:
         found = engine_and_slot(param)
@@ -390,6 +400,7 @@ def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
     sources = [engine.step_control.source for engine in engines]
     if any(source is not None and source.update_in_backward and not source.undo for source in sources):
         raise ConfigurationError("undo=False consumes gradients in backward, so none are left to rank: use undo=True")
+    _collect(engines)
     norms, ranked = dict(_measured(params, engines)[1]), list[tuple[float, list[Any]]]()
     offloaded = [(engine, group) for engine in engines for group in engine.groups]
     for engine, group in offloaded or [(None, group) for group in find_groups(model)[0]]:

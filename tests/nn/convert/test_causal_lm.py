@@ -57,6 +57,9 @@ def build(name: str) -> nn.Module:
     return model
 
 
+_diff = torch.diff
+
+
 class Powered(LlamaForCausalLM):
     """Raises its logits to the first power: the numbers are the same, what stands in their place has none."""
 
@@ -68,6 +71,26 @@ class Powered(LlamaForCausalLM):
 def test_a_probe_that_fails_is_a_reason():
     assert _why_not_loss(LlamaForCausalLM(LlamaConfig(**SHAPE))) is None
     assert "could not be probed: TypeError" in (_why_not_loss(Powered(LlamaConfig(**SHAPE))) or "")
+
+
+def test_only_positions_that_are_given_are_asked_about(monkeypatch: pytest.MonkeyPatch):
+    """Whether they are of packed documents; the answer waits for the GPU."""
+    plain = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    ids, packed = torch.arange(12)[None], torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        for options in ({}, {"position_ids": packed}):
+            expected = plain(input_ids=ids, use_cache=False, **options).logits
+            torch.testing.assert_close(model(input_ids=ids, use_cache=False, **options).logits, expected)
+        assert not torch.allclose(plain(input_ids=ids, use_cache=False).logits, expected, atol=1e-3)
+        asked = list[int]()
+        monkeypatch.setattr(torch, "diff", lambda *args, **options: asked.append(1) or _diff(*args, **options))
+        model(input_ids=ids, use_cache=False)
+        assert not asked
+        model(input_ids=ids, use_cache=False, position_ids=packed)
+        plain(input_ids=ids, use_cache=False)
+        assert len(asked) == 2
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -101,7 +124,9 @@ def test_same_loss_gradients_and_names(name):
     plain = copy.deepcopy(model)
     parameters, names = list(model.parameters()), list(model.state_dict())
     report = accelerate_causal_lm(model, chunk_tokens=5)
-    assert {kind: len(modules) for kind, modules in report.replaced.items()} == kinds
+    found = {kind: len(modules) for kind, modules in report.replaced.items()}
+    assert found.pop("positions", 1) == 1
+    assert found == kinds
     assert said in str(report)
     assert list(model.state_dict()) == names and all(
         a is b for a, b in zip(model.parameters(), parameters, strict=True)

@@ -31,7 +31,8 @@ from vblackwell.units import columns
 
 @dataclass(frozen=True)
 class Row:
-    # linear, experts, attention, activation, norm, feed_forward, layer, gate (of experts), rotary, adapter or loss
+    # linear, experts, attention, activation, norm, feed_forward, layer, gate (of experts), rotary, adapter, positions,
+    # or loss
     kind: str
     name: str  # of the module; '' for the model
     became: str | None = None  # what computes it now; None if it was left

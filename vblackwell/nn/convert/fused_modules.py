@@ -8,6 +8,7 @@ fp32, and must give what the fused op stands for. A module that qualifies gets a
 import copy
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -277,6 +278,58 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
     return functools.update_wrapper(renamed, forward)
 
 
+_counted_on = threading.local()  # ``here``: positions are made by a model, of one document a row
+
+
+@functools.cache
+def _ask_of_given_positions() -> bool:
+    """From now on, transformers' masks ask the GPU whether positions are of packed documents only where positions were
+    given: the answer, which the host waits for, is known of those that a model makes. False where masks do not ask.
+    """
+    from transformers import masking_utils
+
+    ask: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if ask is None:
+        return False
+
+    @functools.wraps(ask)
+    def find(position_ids: Tensor) -> Tensor | None:
+        return None if getattr(_counted_on, "here", False) else ask(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find
+    return True
+
+
+def counted_positions(module: nn.Module) -> Overrides | str | None:
+    """Methods of a trunk of transformers that makes positions where none are given, and a causal mask of them."""
+    original: Any = plain_class(module)
+    forward = inspect.unwrap(original.forward)
+    names = getattr(forward, "__code__", None)
+    if names is None or not {"create_causal_mask", "arange"} <= set(names.co_names):
+        return None
+    if "position_ids" not in inspect.signature(forward).parameters or not _ask_of_given_positions():
+        return None
+    return {"forward": _counting_forward(original)}
+
+
+@functools.cache
+def _counting_forward(original: Any) -> Callable[..., Any]:
+    place = list(inspect.signature(inspect.unwrap(original.forward)).parameters).index("position_ids") - 1
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():  # a trace asks nothing
+            return original.forward(self, *args, **options)
+        given = args[place] if len(args) > place else options.get("position_ids")
+        before, _counted_on.here = getattr(_counted_on, "here", False), given is None
+        try:
+            return original.forward(self, *args, **options)
+        finally:
+            _counted_on.here = before
+
+    return forward
+
+
 def fused_adapter(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`, where `adapted_linear` is what peft computes."""
     base: Any = getattr(module, "base_layer", None)
@@ -319,4 +372,5 @@ KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
     "layer": fused_layer,
     "rotary": fused_rotation,
     "adapter": fused_adapter,
+    "positions": counted_positions,
 }

@@ -65,7 +65,7 @@ DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
 # Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead.
 MAX_LOCKED = 4
-MAX_IN_FLIGHT = 3  # gradients that leave level 0: more would only wait for the link there
+MAX_IN_FLIGHT = 5  # gradients that leave level 0: where one may not, the GPU waits for the link in its next backward
 # Of either, on a GPU, as many as begin within this share of level 0: two where a group takes 5 % of it.
 PLACES_SHARE = 0.09
 NEWEST = 2  # inputs of checkpoints that stay on level 0 in any case: one is read by its layer, one is on its way

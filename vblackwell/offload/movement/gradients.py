@@ -7,8 +7,9 @@ added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,6 +59,25 @@ def norm_of_norms(norms: list[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=on_gpu) for norm in norms]))
 
 
+@cache
+def _norm_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def after_norms(collectors: Iterable["GradientCollector"], device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, what is made of norms that are taken comes after these alone. The computing stream waits by then for
+    copies of the last gradients and states; a host that waits for it queues nothing of the next forward meanwhile. To
+    be waited for inside.
+    """
+    taken = [each.norms_taken for each in collectors if each.norms_taken is not None]
+    if not taken:
+        return nullcontext()
+    stream = _norm_stream(device)
+    for event in taken:
+        stream.wait_event(event)
+    return torch.cuda.stream(stream)
+
+
 def sum_kind(group: Group) -> str:
     return "gradient" if group.is_fp32 else "accumulated"
 
@@ -71,6 +91,7 @@ class GradientCollector(Mover):
         super().__init__(shared)
         self._max_in_flight = max_in_flight
         self.measuring = False
+        self.norms_taken: torch.cuda.Event | None = None  # the last ones that were, on level 0
         self.filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
@@ -131,6 +152,7 @@ class GradientCollector(Mover):
             pieces = [(base + slot.offset, slot.num_elements, slot.dtype) for slot in buffer.slots]
             norms = norms_at(pieces, buffer.bytes.device).unbind()
             self._state(buffer.group).level0_norms.update(zip(buffer.slots, norms, strict=True))
+            self.norms_taken = torch.cuda.current_stream(buffer.bytes.device).record_event()
         return adding
 
     def _send_unfinished(self, buffer: GradientBuffer) -> None:
