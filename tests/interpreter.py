@@ -1,4 +1,4 @@
-"""Three things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
+"""Four things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
 
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
@@ -8,15 +8,19 @@ done once a launch for each set of modules.
 
 It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out
 once a process.
+
+It loses bf16's subnormal numbers on their way to fp32, and cuts fp32 off instead of rounding it to bf16.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 def repair() -> None:
-    """All three, at most once a process. The interpreter must be on."""
+    """All four, at most once a process. The interpreter must be on."""
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "vblackwell_repaired"):
@@ -52,6 +56,23 @@ def repair() -> None:
     interpreter._patch_lang = patched_lang
     interpreter.GridExecutor.__call__ = launched
     _remember_types(tl.core)
+    _convert_bf16(interpreter)
+
+
+def _convert_bf16(interpreter: Any) -> None:
+    """By bits: bf16 is the upper half of fp32."""
+    convert, bf16, fp32 = interpreter._convert_float, interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) == (bf16, fp32):
+            return values.astype(np.uint32) << 16
+        if (given, wanted) == (fp32, bf16):
+            bits = values.view(np.uint32)
+            nearest = bits + (0x7FFF + ((bits >> 16) & 1))  # of two alike the even one
+            return (np.where(np.isnan(values), bits | 0x400000, nearest) >> 16).astype(np.uint16)
+        return convert(values, given, wanted, rounding)
+
+    interpreter._convert_float = converted
 
 
 def _remember_types(core: Any) -> None:

@@ -13,6 +13,7 @@ import pkgutil
 import re
 import select
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != DEBUG]
     if not debug:
         sys.excepthook = _brief
+        warnings.formatwarning = _one_line
         for name, level in QUIET.items():
             os.environ.setdefault(name, level)
     try:
@@ -91,6 +93,11 @@ def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType
     """What an error that nobody foresaw looks like; Python exits with 1 after it."""
     text, advice = " ".join(str(error).split()), "please report it with the output of the same command and --debug"
     print(f"vb: internal error: {kind.__name__}: {text}; {advice}", file=sys.stderr)
+
+
+def _one_line(message: Warning | str, *where: object) -> str:
+    """What a warning looks like."""
+    return f"vb: warning: {' '.join(str(message).split())}\n"
 
 
 def _dispatch(words: list[str]) -> int:

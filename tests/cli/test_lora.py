@@ -55,6 +55,25 @@ def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
     )
     assert "sample:" in output and place.vb("generate", "--model", "run", "--prompt", "def ", "--max-new-tokens", "3")
 
+    writes = [
+        "generate",
+        "--model",
+        str(folder),
+        "--adapter",
+        "run/adapter",
+        "--prompt",
+        "def ",
+        "--max-new-tokens",
+        "3",
+    ]
+    same = [*(["--use-fp4"] if fp4 else []), *(["--fp8-activations"] if fp8 else [])]
+    assert "warning" not in place.vb(*writes, *same).stderr
+    (line,) = (line for line in place.vb(*writes).stderr.splitlines() if "warning" in line)
+    how = '{"fp4": "mxfp4", "w4a8": true}' if fp8 else '{"fp4": "nvfp4"}'
+    assert line.startswith(
+        f"vb: warning: run/adapter was trained over the base packed by {how}, which here is as it is"
+    )
+
     whole = {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")}
     shutil.rmtree(run / "final")
     shutil.rmtree(checkpoint)

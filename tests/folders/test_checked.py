@@ -16,6 +16,7 @@ from huggingface_hub import constants
 
 from tests.generate.test_streamed_generate import folder_of, tokenizer  # noqa: F401 (fixtures)
 from vblackwell.cli import main
+from vblackwell.errors import ConfigurationError
 from vblackwell.planner.model_spec import find_model
 
 STREAMED = ["--fast-memory", "128KiB", "--host-memory", "4MiB"]
@@ -111,6 +112,13 @@ def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # 
     config_file = tmp_path / "adapter/adapter_config.json"
     config_file.write_text('{"r": 2,\n')
     refused([*words, str(folder_of("llama"))], str(config_file), "not JSON", "line 2")
+
+
+def test_a_run_s_folder_names_the_model_in_it(folder_of, tmp_path):  # noqa: F811
+    shutil.copytree(folder_of("llama"), tmp_path / "final")
+    assert find_model(str(tmp_path / "final"), {}, 16).vocab_size == 259
+    with pytest.raises(ConfigurationError, match=f"is the folder of a run, not of a model: give {tmp_path}/final"):
+        find_model(str(tmp_path), {}, 16)
 
 
 def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monkeypatch, capsys, refused):  # noqa: F811

@@ -4,6 +4,7 @@ FP8 is refused.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,36 @@ def test_blocks_too_far_apart_are_named(folder_of, tmp_path, make_stack):  # noq
     with pytest.raises(Unsupported, match=r"layers\.2\.mlp\.down_proj\.weight: block exponents .*--keep"):
         load_model(folder, packing=Packing("mxfp4"), w4a8=True)
     load_model(folder, packing=Packing("mxfp4", keep=r"2\.mlp\.down_proj"), w4a8=True)
+
+
+def test_quantize_refuses_such_a_layer_when_it_meets_it(folder_of, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Blocks of layer 1 are too far apart: no layer after it is packed, and nothing is left. Of a wrong shape, which is
+    known before, none is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, odd, text = tmp_path / "wide", tmp_path / "odd", tmp_path / "text.txt"
+    text.write_text("There was a wolf who said that there was a sheep. " * 60)
+    saved_model(odd, "llama", vocab_size=259, intermediate_size=40)
+    saved_model(folder, "llama", vocab_size=259, intermediate_size=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, :32] *= 2.0**-15
+    model.save_pretrained(folder)
+    for each in (folder, odd):
+        shutil.copy(folder_of("llama") / "tokenizer.json", each)
+    before = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    words = ["--format", "mxfp4", "--fp8-activations", "--calibration", str(text), "--device", "cpu"]
+    for source, part, packed in (
+        (folder, "layers.1.mlp.down_proj.weight: block exponents of a row span", True),
+        (odd, "is 40 x 32: w4a8 takes multiples of 16", False),
+    ):
+        assert main(["quantize", "--model", str(source), "--out", str(tmp_path / "out"), *words]) == 2
+        out, err = capsys.readouterr()
+        (line,) = err.splitlines()
+        assert part in line and "--keep" in line
+        assert ("layers.0." in out) == packed and "layers.1." not in out and "layers.2." not in out
+    assert sorted(tmp_path.iterdir()) in (before, sorted([*before, tmp_path / "cache"]))
+    quantize_folder(folder, tmp_path / "out", "mxfp4", keep=r"lm_head|1\.mlp\.down_proj", w4a8=True)
 
 
 @pytest.mark.gpu

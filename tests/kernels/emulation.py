@@ -262,7 +262,7 @@ def _mma_call(plan: MmaPlan, x_MK: Tensor, args: Args) -> Args:
     columns, rows = -(-n // (32 * plan.row_warps)), -(-m // plan.tokens)
     meeting = []
     if plan.k_blocks > 1:  # the sums that blocks leave, which count from zero; counters that a launch has to clear
-        left = torch.full((columns * rows * plan.k_blocks * plan.tokens * 32 * plan.row_warps,), torch.nan)
+        left = torch.full((plan.left_sums(m, n),), torch.nan)
         meeting = [left, torch.zeros(columns * rows, dtype=torch.int32), torch.full((5,), STALE, dtype=torch.int32), 3]
     return [x_MK, *args, *plan.chunks(k), *meeting, columns, rows, plan.shared_bytes(k)]
 

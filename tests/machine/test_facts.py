@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,10 +221,17 @@ def test_a_gpu_that_the_driver_cannot_describe_is_named(monkeypatch):
     ]
 
 
-def test_without_a_driver_there_is_no_gpu(monkeypatch):
-    refused = SimpleNamespace(NVMLError=Driver.NVMLError, nvmlInit=lambda: Driver()._of(1))
-    monkeypatch.setitem(sys.modules, "pynvml", refused)
-    assert hardware.list_gpus() == []
+@pytest.mark.parametrize("code", [12, 9, 18])  # no library, no driver, a library of another driver
+def test_without_a_driver_there_is_no_gpu(code, monkeypatch):
+    def refuse() -> None:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    if code == 18:
+        with pytest.warns(UserWarning, match="does not answer .*version mismatch.*nvidia-smi"):
+            assert hardware.list_gpus() == []
+    else:
+        assert hardware.list_gpus() == []
 
 
 def test_gpus_are_numbered_as_cuda_numbers_them(monkeypatch):

@@ -9,6 +9,8 @@ import json
 import peft
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2MoeConfig
 
@@ -22,7 +24,7 @@ from tests.offload.test_round_trip_models import (
 )
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.weights import parameters_on_meta
-from vblackwell.generate.adapters import adapted, check_base, fingerprint, read_lora, save_adapter
+from vblackwell.generate.adapters import PACKED, adapted, check_base, fingerprint, read_lora, save_adapter
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.nn.convert.lora import Lora, adapter_targets, add_adapters, is_adapter
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
@@ -259,6 +261,38 @@ def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
     load(other, make_stack, lora=None, adapter=tmp_path / "theirs")  # nothing is known of it here
     with pytest.warns(UserWarning, match="for owner/base, and the model is owner/copy"):
         check_base(tmp_path / "theirs", other, "owner/copy")
+
+
+def test_an_adapter_knows_how_its_base_was_packed(written, make_stack, tmp_path):  # noqa: F811
+    """Packed alike it is opened without a word; peft opens it over the base as it is."""
+    folder, adapter = written("llama"), tmp_path / "adapter"
+    packings = {
+        '{"fp4": "nvfp4"}': {"fp4": "nvfp4"},
+        '{"fp4": "nf4", "fp4_layers": "mlp", "keep": "up_proj"}': {
+            "fp4": "nf4",
+            "fp4_layers": "mlp",
+            "keep": "up_proj",
+        },
+        '{"fp4": "mxfp4", "w4a8": true}': {"fp4": "mxfp4", "w4a8": True},
+        "as it is": {},
+    }
+    for text, packing in packings.items():
+        save_adapter(load(folder, make_stack, **packing), adapter)
+        load(folder, make_stack, lora=None, adapter=adapter, **packing)
+        for other, others in packings.items():
+            if other != text:
+                with pytest.warns(UserWarning, match="was trained over the base") as said:
+                    load(folder, make_stack, lora=None, adapter=adapter, trainable=False, **others)
+                (line,) = said
+                was, here = (each if each == "as it is" else f"packed by {each}" for each in (text, other))
+                assert f"over the base {was}, which here is {here}: " in str(line.message)
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    (file,) = adapter.glob("*.safetensors")
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(tensors, file, {name: value for name, value in metadata.items() if name != PACKED})
+    load(folder, make_stack, lora=None, adapter=adapter, fp4="nvfp4")  # one of before this was kept
 
 
 def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # noqa: F811

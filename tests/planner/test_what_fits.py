@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.planner import what_fits
@@ -17,6 +18,7 @@ from vblackwell.planner.model_spec import KNOWN_MODELS
 from vblackwell.planner.placement import Bounds
 from vblackwell.planner.what_fits import MIN_SPEED, WhatFits, row_of
 from vblackwell.tools import what_fits as what_fits_command
+from vblackwell.trace.causal_lm import build_causal_lm
 from vblackwell.units import GiB, MiB
 
 NAMES = (
@@ -101,3 +103,15 @@ def test_refusals():
         what_fits_command.place_of("RTX 3091", None, None)
     with pytest.raises(ConfigurationError, match="--ram 'plenty'"):
         what_fits_command.place_of("RTX 3090", "plenty", None)
+
+
+def test_no_failure_to_pack_counts_as_a_model_that_is_not_packed(monkeypatch):
+    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = build_causal_lm(fields | {"num_attention_heads": 2, "vocab_size": 64}, "a llama", torch.bfloat16)
+
+    def refuse(*args, **options):
+        raise Unsupported("no such layout")
+
+    monkeypatch.setattr(what_fits, "store_linears", refuse)
+    with pytest.raises(Unsupported, match="no such layout"):
+        what_fits._pack(model)

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from vblackwell.kernels.fp4.mma_plan import Gpu, plan_mma
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
+from vblackwell.trace.trace import trace_training
 from vblackwell.trace.workspace import reduction_bytes, workspace_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -92,3 +96,58 @@ def test_tensors_without_elements_take_nothing():
     dy = torch.empty(1, 0, 6, 6, device="meta")
     assert workspace_bytes("convolution_backward", (dy, x, weight, *options), []) == (0, (4 * x.numel(),))
     assert reduction_bytes(100_000, 0, 132) == reduction_bytes(0, 100_000, 132) == 0
+
+
+N, K = 4096, 1024
+
+
+def _packed(name: str, rows: int, capability: tuple[int, int], num_sms: int, dtype: torch.dtype = BF16) -> int:
+    """Bytes for a packed weight of (N, K)."""
+    x = _meta(rows, K, dtype=dtype)
+    found, after = workspace_bytes(name, (x, *[None] * 6, N, K), [x], capability, num_sms)
+    assert after == ()
+    return found
+
+
+def test_blocks_that_split_k_leave_sums():
+    """Without clusters of blocks the plan of an RTX 3070 (46 multiprocessors, 448 GB/s) has several for a sum."""
+    plan = plan_mma(16, N, K, Gpu((8, 6), 46, 448e3))
+    assert plan.k_blocks == 2
+    assert _packed("fp4_linear", 16, (8, 6), 46) == _packed("fp4_linear_w4a8", 16, (8, 6), 46) == 2 * 4 * 16 * N
+    assert _packed("fp4_linear", 16, (9, 0), 132) == 0  # clusters pass sums on in shared memory
+    assert _packed("two_part_linear", 16, (8, 6), 46) == 0  # has no such plans
+
+
+def test_what_a_packed_weight_takes_where_other_kernels_multiply():
+    assert _packed("fp4_linear", 40, (9, 0), 132) == 2 * 48 * K  # x in wgmma's order
+    whole = N * K
+    assert _packed("fp4_linear", 16, (8, 6), 46, FP32) == 4 * whole  # no fused kernel takes fp32
+    assert _packed("fp4_linear", 16, (7, 5), 40) == 2 * whole  # nor does any GPU before 8.0
+    for capability, num_sms in (((8, 6), 46), ((9, 0), 132)):
+        assert _packed("fp4_linear", 129, capability, num_sms) == 2 * whole
+        assert _packed("two_part_linear", 17, capability, num_sms) == 2 * whole
+        assert _packed("fp4_linear", 0, capability, num_sms) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 128])
+@pytest.mark.parametrize("num_sms", [28, 46, 82, 128])
+def test_sums_of_any_rows_are_less_than_the_weight(rows, num_sms):
+    """From 129 rows on the weight is counted, whichever kernel takes them."""
+    assert _packed("fp4_linear", rows, (8, 6), num_sms) <= _packed("fp4_linear", 129, (8, 6), num_sms)
+
+
+def test_a_trace_sees_the_sums_of_its_gpu():
+    linear = StoredFP4Linear(nn.Linear(K, N, bias=False, dtype=BF16), tiled=True)
+    batch = lambda: torch.zeros(16, K, dtype=BF16, device="cuda", requires_grad=True)  # noqa: E731
+
+    def count(capability: tuple[int, int], num_sms: int) -> int:
+        how = {"capability": capability, "num_sms": num_sms, "steps": 1}
+        trace = trace_training(linear, batch, lambda model, x: model(x).sum(), None, **how)
+        sums = [
+            size
+            for size, kind in zip(trace.sizes, trace.categories, strict=True)
+            if (size, kind) == (2 * 4 * 16 * N, "workspace")
+        ]
+        return len(sums)
+
+    assert count((8, 6), 46) == 1 and count((9, 0), 132) == 0

@@ -108,6 +108,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model's ``folder``; ConfigurationError, CorruptData. That of a run holds it one below."""
+    inner = folder / "final"
+    if (inner / "config.json").is_file() and not (folder / "config.json").exists():
+        raise ConfigurationError(f"{folder} is the folder of a run, not of a model: give {inner}")
     return read_json(folder / "config.json")
 
 

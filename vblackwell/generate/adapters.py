@@ -1,11 +1,12 @@
 """Models with low-rank adapters in a stack: their first bytes, and what is written of them, under peft's names: the
 adapter alone, or the merged model (of a packed base its packed numbers, which the adapter was trained with).
 
-An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: of the first and last
-numbers of every tensor, by name and rounded to bf16, so that it does not matter how a folder is cut into files and
-whether it is in fp32 or bf16; a tied head and buffers that are computed are left out.
+An adapter's file keeps in the metadata, which peft passes over, how its base was packed, and a digest of its weights:
+of the first and last numbers of every tensor, by name and rounded to bf16, so that it does not matter how a folder is
+cut into files and whether it is in fp32 or bf16; a tied head and buffers that are computed are left out.
 """
 
+import json
 import re
 import warnings
 import weakref
@@ -34,7 +35,8 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import export_state
 from vblackwell.offload.storage.initialize import Initialize
 
-BASE = "vblackwell.base"  # in the metadata
+BASE, PACKED = "vblackwell.base", "vblackwell.packed"  # in the metadata
+AS_IT_IS = "{}"  # how a base is packed that is not
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model"
@@ -52,12 +54,13 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 @dataclass(frozen=True)
 class Adapted:
     """What was done to a model: peft's ``config``; ``packed`` linears of the base, with the reason where that is not
-    so; ``base``: fingerprint of its weights."""
+    so; ``base``: fingerprint of its weights; ``how``: as of `how_packed`."""
 
     lora: Lora
     config: dict[str, Any]
     packed: dict[str, str | None]
     base: str
+    how: str
 
 
 _adapted: weakref.WeakKeyDictionary[nn.Module, Adapted] = weakref.WeakKeyDictionary()
@@ -93,10 +96,11 @@ def adapt(
         packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, w4a8=w4a8)
     fitting = None
     if lora is not None:
-        _adapted[model] = Adapted(lora, config, packed, fingerprint(weights.folder))
+        _adapted[model] = made = Adapted(lora, config, packed, fingerprint(weights.folder), how_packed(packing, w4a8))
         if values is not None:
             fitting = _fitting(model, values, weights.folder)  # what has other shapes is told by those
             check_base(values, weights.folder, name)
+            _compare_packing(values, made.how)
     return _filling(model, weights, seed, device, fitting)
 
 
@@ -221,7 +225,7 @@ def write_adapter(
     assert made is not None
     folder.add_json(ADAPTER_CONFIG, made.config)
     values = export_state(model, only=is_adapter) if states is None else states
-    with SafetensorsShards(folder, ADAPTER_FILE, specs, metadata={BASE: made.base}) as shards:
+    with SafetensorsShards(folder, ADAPTER_FILE, specs, metadata={BASE: made.base, PACKED: made.how}) as shards:
         for name, state in values:
             shards.write(file_name(name), state["weight"].float())
 
@@ -270,16 +274,13 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     folder on this machine. Two hub ids that differ are a warning, for copies have other ids.
     """
     found, other = fingerprint(base), f"{adapter} holds an adapter for another base than {base}"
-    for path in tensor_files(adapter, ADAPTER_FILE):
-        with TensorFile(path) as file:
-            stated = file.metadata.get(BASE)
+    for path, stated in _stated(adapter, BASE):
         if stated == found:
             return
-        if stated is not None:
-            raise ConfigurationError(
-                f"{other}: {path.name} was trained over weights with the fingerprint {stated}, those of {base} have "
-                f"{found}; give the model that it was trained over as --model"
-            )
+        raise ConfigurationError(
+            f"{other}: {path.name} was trained over weights with the fingerprint {stated}, those of {base} have "
+            f"{found}; give the model that it was trained over as --model"
+        )
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return
@@ -290,3 +291,33 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     elif is_hub_id(named) and is_hub_id(base_name) and named != base_name:
         said = f"{file} says that the adapter is for {named}, and the model is {base_name}: if that is no copy of it"
         warnings.warn(f"{said}, what is written will be wrong", UserWarning, stacklevel=2)
+
+
+def how_packed(packing: Packing | None, w4a8: bool) -> str:
+    """The arguments of `load_causal_lm`, as JSON, that pack a base so; those that are not the defaults."""
+    if packing is None:
+        return AS_IT_IS
+    given = {"fp4": packing.format, "fp4_layers": packing.layers, "keep": packing.keep, "w4a8": w4a8}
+    defaults = {"fp4_layers": Packing().layers, "keep": None, "w4a8": False}
+    return json.dumps({name: value for name, value in given.items() if name == "fp4" or value != defaults[name]})
+
+
+def _compare_packing(adapter: Path, now: str) -> None:
+    """A warning where the base is packed otherwise than that over which the adapter was trained, which may be meant:
+    peft has it unpacked. Files of peft, and of before this was kept, do not tell."""
+    for _, before in _stated(adapter, PACKED):
+        if before != now:
+            was, here = ("as it is" if how == AS_IT_IS else f"packed by {how}" for how in (before, now))
+            said = f"{adapter} was trained over the base {was}, which here is {here}: it may do worse than in training"
+            flags = "--use-fp4, --fp8-activations, --fp4-layers and --keep"
+            warnings.warn(f"{said}; give the same arguments ({flags})", UserWarning, stacklevel=2)
+            return
+
+
+def _stated(adapter: Path, key: str) -> Iterator[tuple[Path, str]]:
+    """The adapter's files that have ``key`` in their metadata, and what it is."""
+    for path in tensor_files(adapter, ADAPTER_FILE):
+        with TensorFile(path) as file:
+            stated = file.metadata.get(key)
+        if stated is not None:
+            yield path, stated

@@ -151,12 +151,16 @@ def pci_of_cuda(device: torch.device) -> str:
 
 
 def list_gpus() -> list[GPUFacts]:
-    """All NVIDIA GPUs that the driver shows, by PCI bus, usable or not; one that it cannot describe is warned of."""
+    """All NVIDIA GPUs that the driver shows, by PCI bus, usable or not; none without a driver. One that it cannot
+    describe is warned of, and a driver that does not answer."""
     import pynvml as nvml
 
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
+    except nvml.NVMLError as error:
+        if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            said = f"no GPU is seen, for the NVIDIA driver does not answer ({error})"
+            warnings.warn(f"{said}: run nvidia-smi, and mend or restart what it names", stacklevel=2)
         return []
     try:
         driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion_v2()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, VBError, nearest
-from vblackwell.folders.folder import find_config, is_hub_id, read_json
+from vblackwell.folders.folder import find_config, is_hub_id, read_config, read_json
 from vblackwell.machine.facts import memory_facts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -61,7 +61,7 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
         return of_config(KNOWN_MODELS[text], text, seq_length)
     path = Path(text)
     if path.is_dir() or path.suffix == ".json":
-        return of_config(read_json(path / "config.json" if path.is_dir() else path), text, seq_length)
+        return of_config(read_config(path) if path.is_dir() else read_json(path), text, seq_length)
     if ":" in text:
         return _of_factory(text)
     if is_hub_id(text):

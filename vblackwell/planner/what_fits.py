@@ -13,15 +13,14 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from vblackwell.errors import InsufficientMemory, VBError
-from vblackwell.nn.convert.linears import store_linears
+from vblackwell.errors import InsufficientMemory
+from vblackwell.nn.convert.linears import find_linears, store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters
 from vblackwell.offload.layout.generation import CacheShape, cache_shape, divide_level0, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import EXACT, find_groups
@@ -176,7 +175,7 @@ def _adapted(name: str, tiled: bool, dtype: torch.dtype) -> nn.Module:
 
 
 def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:
-    with suppress(VBError):  # no linear that may be packed: GPT-2's are transposed
+    if None in find_linears(model).values():  # GPT-2's are transposed
         store_linears(model, "all", None, "nvfp4", tiled=tiled)
     return model
 

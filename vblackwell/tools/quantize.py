@@ -25,7 +25,7 @@ from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights, stays_fp32
 from vblackwell.generate.load import load_model, model_on_meta, resolve_model
 from vblackwell.kernels.fp4.encode import quantize, separate
-from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device
+from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device, check_packed, check_shape
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision, mean_loss
 from vblackwell.nn.convert.linears import HEAD, find_linears, head_and, needed_to_initialize, nothing_selected
 from vblackwell.numerics.formats import Format, check_search, format_named
@@ -91,17 +91,19 @@ def quantize_folder(
     keep: str = HEAD,
     device: torch.device | str = "cpu",
     assignment: Assignment | None = None,
+    w4a8: bool = False,
     on_layer: Callable[[PackedLayer, int, int], None] | None = None,
 ) -> QuantizeReport:
     """Packs the linears of a Hugging Face folder into ``out``, which is replaced if this wrote it. ``format``,
     ``scale_search``, ``block_size``: as for ``vblackwell.quantize``; ``pattern``, ``keep``: which linears, as for
-    ``select_linears``, or those that an ``assignment`` puts in nvfp4 or in two parts; ``on_layer`` is called with each
-    packed layer, its number and their count.
+    ``select_linears``, or those that an ``assignment`` puts in nvfp4 or in two parts; ``w4a8``: refuse what FP8
+    activations do not go with; ``on_layer`` is called with each packed layer, its number and their count.
 
     Raises ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the
     assignment is for another model or packs what cannot be packed; FolderMismatch, CorruptData: its files are not those
-    of its config.json, or damaged; Unsupported: the model is quantised already, or transformers cannot open packed
-    folders of its architecture; DiskError: the disk is full or failed; nothing is left under ``out`` then.
+    of its config.json, or damaged; Unsupported: the model is quantised already, transformers cannot open packed folders
+    of its architecture, or w4a8 does not take a weight; DiskError: the disk is full or failed; nothing is left under
+    ``out`` then.
     """
     source, target = Path(model), Path(out)
     form = format_named(format, block_size)
@@ -118,7 +120,9 @@ def quantize_folder(
         if None not in why.values():
             raise nothing_selected(module, pattern, why)
         report = _planned(module, weights, form, why, assignment)
-        packer = _Packer(report, weights, form, scale_search, device, on_layer)
+        for name, shape in report.packed.items() if w4a8 else ():
+            check_shape(form.name, *shape, f"{name}.weight")
+        packer = _Packer(report, weights, form, scale_search, device, w4a8, on_layer)
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
             written = compressed_tensors.quantization_config(form, report.kept, report.two_parts)
             folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
@@ -198,9 +202,8 @@ def quantize_command(
     elif calibration is not None and not fp8_activations:
         raise ConfigurationError("--calibration is for --budget, --max-bits or --fp8-activations: give one of them")
     batches = calibration_batches(source, text, device, MIN_ROWS) if fp8_activations else []
-    report = quantize_folder(
-        source, out, format, scale_search, block_size=block_size, assignment=chosen, on_layer=say, **how
-    )
+    how |= {"block_size": block_size, "assignment": chosen, "w4a8": fp8_activations}
+    report = quantize_folder(source, out, format, scale_search, on_layer=say, **how)
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
     experts = [spec.size_bytes for name, spec in load_specs(source).items() if ".experts." in name]
@@ -349,6 +352,7 @@ class _Packer:
     form: Format
     scale_search: str
     device: torch.device | str
+    w4a8: bool
     on_layer: Callable[[PackedLayer, int, int], None] | None
 
     def __post_init__(self) -> None:
@@ -389,6 +393,8 @@ class _Packer:
             packed = separate(weight, self.scale_search, **how)
         else:
             packed = quantize(weight, self.form.name, self.scale_search, block_size=self.form.block_size, **how)
+        if self.w4a8:
+            check_packed(packed, f"{linear}.weight")
         entries = {f"{linear}.{entry}": tensor for entry, tensor in compressed_tensors.to_entries(packed).items()}
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{compressed_tensors.GLOBAL}", None)  # written already, from the first pass

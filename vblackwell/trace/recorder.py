@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
             name = func.__name__.partition(".")[0]
             workspace, after_outputs = 0, ()
             if found:
-                taking = partial(workspace_bytes, name, args, found, self.num_sms)
+                taking = partial(workspace_bytes, name, args, found, self.capability, self.num_sms)
                 workspace, after_outputs = self._noted("workspace", taking)
             taken = self._birth(workspace) if workspace else None
             if self.counts_work:

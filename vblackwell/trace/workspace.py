@@ -4,12 +4,16 @@ Formulas from the shapes, after torch's sources (ATen/native/cuda and native/tra
 operators, which are known by name, after vblackwell/kernels; operators that are not here are taken to need none.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from vblackwell.machine.gpus import NUM_SMS
+from vblackwell.kernels.fp4.linear import workspace_bytes as fp4_workspace_bytes
+from vblackwell.kernels.fp4.mma_plan import H200, Gpu
+from vblackwell.kernels.fp4.two_part import MAX_ROWS as TWO_PART_ROWS
+from vblackwell.machine.gpus import GPUS, NUM_SMS
 from vblackwell.trace.work import rows_of
 from vblackwell.units import align_up
 
@@ -26,9 +30,15 @@ CUBLASLT_BYTES = 1024 * 1024
 
 
 def workspace_bytes(
-    name: str, args: tuple[Any, ...], outputs: Sequence[Tensor], num_sms: int = NUM_SMS
+    name: str,
+    args: tuple[Any, ...],
+    outputs: Sequence[Tensor],
+    capability: tuple[int, int] = (8, 0),
+    num_sms: int = NUM_SMS,
 ) -> tuple[int, tuple[int, ...]]:
     """Bytes that operator ``name`` takes during its call, and for a moment after each of its ``outputs``."""
+    if name in _OF_GPU:
+        return _OF_GPU[name](_gpu(capability, num_sms), *args), ()
     if name == "convolution":
         return 0, _convolution(outputs[0].numel(), *[args[at] for at in (0, 1, 3, 4, 6, 8)])
     if name == "convolution_backward":
@@ -144,16 +154,29 @@ def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
     return chunk * ((x.shape[-1] + inner * len(gate)) * x.element_size() + 4)
 
 
+@functools.lru_cache
+def _gpu(capability: tuple[int, int], num_sms: int) -> Gpu:
+    """What plans know of it, where no card is known by the rate of memory that an H200 has a multiprocessor."""
+    known = (card for card in GPUS.values() if (card.capability, card.num_sms) == (capability, num_sms))
+    rates = [card.memory_bytes_per_second / 1e6 for card in known]
+    return Gpu(capability, num_sms, max(rates, default=H200.memory_bytes_a_us * num_sms / H200.processors))
+
+
+def _fp4_linear(gpu: Gpu, x: Tensor, *rest: Any) -> int:
+    return fp4_workspace_bytes(rows_of(x), *rest[-2:], x.dtype, gpu)
+
+
+def _w4a8(gpu: Gpu, x: Tensor, *rest: Any) -> int:
+    """From some rows on both operands in E4M3; fewer as without."""
+    n, k = rest[-2:]
+    return max(_fp4_linear(gpu, x, n, k), k * (n + rows_of(x)) if rows_of(x) > 128 else 0)
+
+
+_OF_GPU: dict[str, Callable[..., int]] = {"fp4_linear": _fp4_linear, "fp4_linear_w4a8": _w4a8}
 _FORMULAS: dict[str, Callable[..., int]] = {
-    # Beyond 128 rows a packed weight may be written out once for cuBLAS, as it is for every gradient.
-    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: (
-        n * k * x.element_size() if rows_of(x) > 128 else 0
-    ),
-    # From some rows on both operands in E4M3; fewer as above.
-    "fp4_linear_w4a8": lambda x, *rest: (
-        rest[-1] * max(rest[-2] * x.element_size(), rest[-2] + rows_of(x)) if rows_of(x) > 128 else 0
-    ),
-    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
+    "fp4_linear_dx": lambda dy, *rest: rest[-2] * rest[-1] * dy.element_size(),
+    "two_part_linear": lambda x, *rest: rest[-2] * rest[-1] * x.element_size() if rows_of(x) > TWO_PART_ROWS else 0,
+    "two_part_linear_dx": lambda dy, *rest: rest[-2] * rest[-1] * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": lambda dy, query, *rest: (
         4 * rows_of(query) * (1 + (query.shape[-1] if query.element_size() < 4 else 0))

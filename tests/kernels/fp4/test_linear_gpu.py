@@ -9,7 +9,7 @@ from tests.kernels.emulation import A100, error_over_bound, random_weight
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import mma_plan, reference, wgmma_plan
-from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
+from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx, workspace_bytes
 from vblackwell.kernels.runtime.registry import use_backend
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +56,30 @@ def test_op_against_the_reference(m, activation):
     exact = reference.activate(x.double() @ w_NK.double().t() + bias.double(), activation)
     # one rounding to bf16, 2^-9 of the value, or two where cuBLAS rounds before the activation (slope at most 1.13)
     assert ((y.double() - exact).abs() <= 2**-7 * exact.abs() + 2**-7).all()
+
+
+def taken_bytes(run, y_bytes: int) -> int:
+    """Of the allocator during a call that was made once before, next to its output."""
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before - y_bytes
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 40, 128, 129])
+def test_no_call_takes_more_than_is_predicted(m):
+    n, k = 4096, 1024
+    _, tiled = on_gpu("nvfp4", n, k)
+    x_MK = torch.randn(m, k, device="cuda").bfloat16()
+    gpu = fp4_launch.gpu_of(x_MK.device)
+    taken = taken_bytes(lambda: fp4_linear(x_MK, *tiled, None, "nvfp4-tiled", "none", n, k), 2 * m * n)
+    predicted = workspace_bytes(m, n, k, x_MK.dtype, gpu)
+    assert taken == predicted if m <= 128 else taken <= predicted  # of sizes that the allocator does not round
+    ampere = mma_plan.plan_mma(m, n, k, A100)
+    taken = taken_bytes(lambda: fp4_launch.run_mma(ampere, x_MK, tiled, None, "none", n), 2 * m * n)
+    assert taken == 4 * ampere.left_sums(m, n)
 
 
 def must_accept(name: str, capability: tuple[int, int]) -> bool:

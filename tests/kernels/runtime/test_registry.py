@@ -41,6 +41,12 @@ def _scaled(x: Tensor, scale: Tensor, power: float) -> Tensor:
     return x * scale**power
 
 
+@register_op(lambda x: torch.empty_like(x), direct=True)
+def _placed(x: Tensor) -> Tensor:
+    """``x`` times what lies where tensors are made that name no device."""
+    return x * torch.ones(x.shape[-1])
+
+
 OP = torch.ops.vblackwell.scaled
 
 
@@ -135,6 +141,30 @@ def test_modes_see_the_op(mode):
         y = _scaled(*given())
     assert any("scaled" in str(func) for func in seen.functions) and calls == ["op"]
     assert torch.equal(y, OP(*given()))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_default_device_is_no_reason_for_the_dispatcher(autocast):
+    """Inside an op there is none."""
+    x, *rest = given(requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.device("meta"):
+            y = _scaled(x, *rest)
+            y.sum().backward()
+        assert calls == ["direct"]
+        expected = OP(x, *rest)
+    assert torch.equal(y, expected)
+    (dx,) = torch.autograd.grad(expected.sum(), x)
+    assert torch.equal(x.grad, dx)
+    with torch.device("meta"):
+        assert torch.equal(torch.ops.vblackwell.placed(x), x) and torch.equal(_placed(x), x)
+        assert torch.ones(1).is_meta, "and afterwards there is one again"
+
+
+def test_a_mode_above_a_default_device_sees_the_op():
+    with torch.device("cpu"), SeenFunctions() as seen:
+        _scaled(*given())
+    assert any("scaled" in str(func) for func in seen.functions) and calls == ["op"]
 
 
 def test_the_profiler_sees_the_op():

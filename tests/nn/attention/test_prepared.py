@@ -282,6 +282,17 @@ def test_new_times_are_chosen_by(monkeypatch, tmp_path):
     assert not dispatcher._prepared
 
 
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_a_default_device_is_no_trace(backend):
+    q, k, v = qkv()
+    mask = torch.ones(9, 9, dtype=torch.bool).tril() if backend == "math" else None
+    expected = BACKENDS[backend].run(q, k, v, Variant(mask))
+    with torch.device("meta"):
+        for _ in range(2):
+            assert torch.equal(attention(q, k, v, Variant(mask), backend)[0], expected)
+    assert len(dispatcher._prepared) == 1
+
+
 def test_nothing_is_kept_of_traces():
     q, k, v = qkv()
     with FakeTensorMode() as mode:

@@ -17,6 +17,7 @@ from vblackwell.nn.linear import packed_linear
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
+from vblackwell.numerics.packed import PackedTensor
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
 ACTIVATIONS = {
@@ -341,3 +342,19 @@ def test_tiles_made_in_bands_turn_back_into_the_same_state(format, shape, monkey
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in canonical.state_dict().items())
     x = torch.randn(3, shape[1])
     torch.testing.assert_close(layer(x), canonical(x), rtol=1e-6, atol=1e-6)
+
+
+class OnGpu(PackedTensor):
+    """Says that it is where `place` lays tiles out."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def test_a_weight_that_fits_no_tiles_is_named_and_kept_as_it_is():
+    w_NK = torch.cat((torch.randn(2, 64), torch.randn(3, 64) * 2.0**40))
+    packed = OnGpu(**vars(quantize(w_NK, "mxfp4")))
+    with pytest.warns(UserWarning, match=r"5 x 64 is not laid out .* computes slowly: mxfp4 exponents span 2\^"):
+        placed = packed_linear.place(packed)
+    assert placed.layout == "mxfp4" and placed.codes is packed.codes
+    fitting = OnGpu(**vars(quantize(w_NK[:2], "mxfp4")))
+    assert packed_linear.place(fitting).layout == "mxfp4-tiled"

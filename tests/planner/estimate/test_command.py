@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vblackwell.planner.estimate.command import Way, advise
+from vblackwell.planner.estimate.result import both_units
 from vblackwell.units import GiB, MiB
 
 NOW = Way("", 10 * GiB, 1e-4, 1e9)
@@ -46,3 +47,11 @@ def test_where_the_speed_is_not_known_operations_are_the_cost():
     )
     (free,) = advise(now, [Way("free", 5 * GiB, None, 3e9)], 1000, for_memory=True)
     assert str(free).endswith("costs nothing that was measured")
+
+
+def test_both_units_from_one_gb_on():
+    assert [both_units(size) for size in (66_560, 10**9, 64_200_000_000)] == [
+        "65.0 KiB",
+        "954 MiB (1.0 GB)",
+        "59.8 GiB (64.2 GB)",
+    ]

@@ -97,7 +97,7 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
     compiled = kernel(MMA_FILES, "fp4_mma", macros, device)
     parameters = 3 + weight_tensors + len(numbers) + 2 * norm + 4 * meeting
     queue = compiled.launcher(plan.threads, shared_bytes, parameters).queue
-    left_sums = math.prod(grid) * plan.tokens * 32 * plan.row_warps
+    left_sums = plan.left_sums(m, n)
 
     def run(x_MK: Tensor, weight: Weight, bias: Tensor | None, *gain_and_eps: Any) -> Tensor:
         y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)

@@ -106,6 +106,12 @@ class MmaPlan:
     def threads(self) -> int:
         return 32 * self.row_warps * self.k_warps
 
+    def left_sums(self, m: int, n: int) -> int:
+        """fp32 sums that blocks leave in global memory for each other; none where one block has all of K."""
+        if self.k_blocks == 1:
+            return 0
+        return self.k_blocks * round_up(m, self.tokens) * round_up(n, 32 * self.row_warps)
+
     def chunks(self, k: int) -> tuple[int, int]:
         """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory, without bulk copies."""
         share = ceil_div(ceil_div(k, 64), self.splits * self.k_blocks)

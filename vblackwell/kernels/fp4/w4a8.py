@@ -106,7 +106,7 @@ def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
     if span > MAX_SPAN:
         raise Unsupported(
             f"{name}: block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: keep this layer from being packed"
-            " (--keep), or go without w4a8"
+            " (--keep), or go without w4a8 (--fp8-activations)"
         )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._device import DeviceContext
 
 from vblackwell.errors import ConfigurationError, Unsupported
 
@@ -31,6 +32,7 @@ AnyRequest = TypeVar("AnyRequest")
 Run = TypeVar("Run", bound=Callable[..., Any])
 # By name here, because every call of an op asks them, and each attribute on the way costs.
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_function_mode_at = torch._C._get_function_stack_at
 _jit_trace = torch._C._get_tracing_state
 _profiles = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -162,6 +164,13 @@ def computes_at_once() -> bool:
     return not (is_compiling() or _dispatch_modes() or _jit_trace() is not None or _transform() is not None)
 
 
+def functions_are_seen() -> bool:
+    """Whether a mode sees calls of torch's functions, other than that of a default device (torch.set_default_device),
+    of which a thread has one at most: it changes what makes tensors of no others, and nothing else."""
+    modes = _function_modes()
+    return modes > 1 or (modes == 1 and type(_function_mode_at(0)) is not DeviceContext)
+
+
 def differentiating_forward() -> bool:
     """Whether forward-mode differentiation is on: what no rule covers gets no tangent, which reads as a zero one."""
     return forward_ad._current_level >= 0  # noqa: SLF001
@@ -250,6 +259,21 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
     function: Any = torch.autograd.Function
     node: Any = overload if backward is None else super(function, type(run.__name__, (function,), rules)).apply
 
+    def compute(args: tuple[Any, ...]) -> Any:
+        # What is not what it seems: classes with rules, tensors without memory, or ones that torch writes out first.
+        if not all(map(_is_plain, map(type, args))):
+            return overload(*args)
+        function = run
+        for place in tensors:
+            if (tensor := args[place]) is not None:
+                if tensor.is_meta or tensor.is_neg():
+                    return overload(*args)
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    function = node
+        if autocast is not None and _any_autocast() and torch.is_autocast_enabled(args[0].device.type):
+            return _under_autocast(function, autocast == "cast", *args)
+        return function(*args)
+
     @functools.wraps(run)
     def call(*args: Any, **named: Any) -> Any:
         if is_compiling():
@@ -261,21 +285,14 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
         # What others see: modes, traces, transforms, profilers.
         if _dispatch_modes() or _jit_trace() is not None or _transform() is not None:
             return overload(*args)
-        if _function_modes() or _profiles() or forward_ad._current_level >= 0:  # noqa: SLF001
+        if _profiles() or forward_ad._current_level >= 0:  # noqa: SLF001
             return overload(*args)
-        # What is not what it seems: classes with rules, tensors without memory, or ones that torch writes out first.
-        if not all(map(_is_plain, map(type, args))):
-            return overload(*args)
-        compute = run
-        for place in tensors:
-            if (tensor := args[place]) is not None:
-                if tensor.is_meta or tensor.is_neg():
-                    return overload(*args)
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    compute = node
-        if autocast is not None and _any_autocast() and torch.is_autocast_enabled(args[0].device.type):
-            return _under_autocast(compute, autocast == "cast", *args)
-        return compute(*args)
+        if _function_modes():
+            if functions_are_seen() or not all(map(_is_plain, map(type, args))):
+                return overload(*args)
+            with torch._C.DisableTorchFunction():  # inside an op there is no default device either
+                return compute(args)
+        return compute(args)
 
     return call
 

@@ -15,7 +15,6 @@ from vblackwell.kernels.runtime import registry
 # under which launches decide: 100 us of the host, or 10 us of a graph's small kernels, are what the faster of two
 # kernels saves at 580 TFLOP/s against 127 with masks, or against 500 without, on an H200 (docs/journal/attention.md).
 SMALL = {(False, False): 1 << 36, (False, True): 0, (True, False): 1 << 34, (True, True): 1 << 30}
-_function_modes = torch._C._len_torch_function_stack  # by name: every call asks
 
 
 class Variant(NamedTuple):
@@ -109,7 +108,7 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
 
 def computes_at_once(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the operators that are called here run here, on the types that they are given."""
-    if not registry.computes_at_once() or _function_modes() or registry.differentiating_forward():
+    if not registry.computes_at_once() or registry.functions_are_seen() or registry.differentiating_forward():
         return False
     if not type(q) is type(k) is type(v) is Tensor:
         return False

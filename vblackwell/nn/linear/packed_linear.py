@@ -7,8 +7,8 @@ into a layer in either state. Not a subclass of ``nn.Linear``: libraries that fi
 """
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -61,16 +61,19 @@ def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
 
 
 def place(packed: PackedTensor, tiles: bool = False, w4a8: bool = False) -> PlacedWeight:
-    """Tiled on CUDA where the format has tiles and the values fit; with ``tiles``, or ``w4a8``, of a weight that its
-    `check_packed` takes, anywhere, or Unsupported."""
+    """Tiled on CUDA where the format has tiles and the values fit, or with a warning as it is; with ``tiles``, or
+    ``w4a8``, of a weight that its `check_packed` takes, anywhere, or Unsupported."""
     if w4a8:
         placed = tiled(packed)
         return replace(placed, row_top=row_tops(placed.scales, packed.n, packed.k))
     if tiles:
         return tiled(packed)
     if packed.device.type == "cuda" and packed.format in ("nvfp4", "mxfp4"):
-        with suppress(Unsupported):  # an mxfp4 tensor of extreme range: there are backends for the canonical layout too
+        try:
             return tiled(packed)
+        except Unsupported as error:  # of extreme range: there are backends for the canonical layout too
+            slow = f"a weight of {packed.n} x {packed.k} is not laid out for the fused kernels, and computes slowly"
+            warnings.warn(f"{slow}: {error}", stacklevel=2)
     return PlacedWeight(packed.format, packed.codes, packed.block_scales, packed.tensor_scale, packed.fine)
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from string import Template
 
-from vblackwell.planner.estimate.result import SHOWN, Estimated
+from vblackwell.planner.estimate.result import SHOWN, Estimated, both_units
 from vblackwell.trace.allocator import CachingAllocator, play
 from vblackwell.trace.trace import CATEGORIES, Trace
 from vblackwell.units import GiB, KiB, MiB, format_bytes
@@ -50,7 +50,7 @@ def page_of(estimated: Estimated) -> str:
             f"<td>{share}</td></tr>"
             for text, num_bytes, share in rows
         ),
-        "state": f"{format_bytes(memory.state_bytes)} ({memory.state_bytes / 1e9:.1f} GB)",
+        "state": both_units(memory.state_bytes),
         "plan": _plan(estimated),
         "assumptions": _list(estimated.assumptions()),
         "version": metadata.version("vblackwell"),

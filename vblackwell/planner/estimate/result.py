@@ -23,6 +23,11 @@ SHOWN = {
 }  # fmt: skip
 
 
+def both_units(num_bytes: int) -> str:
+    """With GB, in which vendors and papers count, from one on."""
+    return format_bytes(num_bytes) + (f" ({num_bytes / 1e9:.1f} GB)" if num_bytes >= 1e9 else "")
+
+
 @dataclass(frozen=True)
 class Advice:
     """A change that pays: ``saved_bytes`` of the GPU's peak, which comes to ``peak_bytes``; its cost in words."""
@@ -147,7 +152,7 @@ class Estimated:
         shown = SHOWN | {"peak_p50": "peak (P50)", "peak_p99": "plan for (P99)"}
         lines = [self.title(), "", "  of the peak:"]
         lines += [f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in shown.items()]
-        whole = f"weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB)"
+        whole = f"weights, gradients and optimizer states in full: {both_units(state)}"
         lines += ["", *(f"  {line}" for line in [whole, *self.plan_lines()])]
         if self.advice:
             lines += ["", "  what would help:", *(f"    {each}" for each in self.advice)]
