@@ -78,19 +78,20 @@ def adapt(
     name: str,
     seed: int = 0,
     values: Path | None = None,
-    w4a8: bool = False,
+    **rounds: bool,
 ) -> Initialize:
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
     fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
     base; linears that ``packing`` selects are packed on ``device``, one at a time, on a GPU as the fused kernels want
-    it, or ``w4a8``; the adapters begin with the folder ``values``, or what ``seed`` draws. Raises ConfigurationError:
-    targets or layers that the model does not have, another base; Unsupported: peft is not installed."""
+    it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the folder ``values``, or what ``seed`` draws.
+    Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
+    installed."""
     model.requires_grad_(False)
     config = {} if lora is None else add_adapters(model, lora, name)
     packed: dict[str, str | None] = {}
     if packing is not None:
         tiled = device.type == "cuda" and packing.format in ("nvfp4", "mxfp4")
-        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, w4a8=w4a8)
+        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, **rounds)
     fitting = None
     if lora is not None:
         _adapted[model] = Adapted(lora, config, packed, fingerprint(weights.folder))
