@@ -237,6 +237,8 @@ def _generate_flags(parser: Any) -> None:
     _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
     rounds = "Round what many rows (897 and more) of packed linears take to FP8: faster prompts, other numbers."
     _add_switch(parser, "--fp8-activations", f"{rounds} For mxfp4, to which --use-fp4 then packs.")
+    rounds = "The same to FP4, on Blackwell's tensor cores: numbers farther off. For nvfp4 and mxfp4."
+    _add_switch(parser, "--fp4-activations", rounds)
     add("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
     add("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone in addition.")
     add("--assignment", type=str, help="File with a precision for each linear, as of vb quantize.")

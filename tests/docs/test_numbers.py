@@ -187,9 +187,13 @@ def test_the_readme_claims_nothing_else():
             assert (first[1], first[3]) == (model, speed.removesuffix(" tokens/s")), (name, kind)
 
 
-# By definition, not measured: bytes a parameter and ranges of the 8-bit formats, rows and the capability from which on
-# FP8 activations are; a vocabulary for example; a version, and what tests/nn/convert/test_architectures.py counts.
-DEFINED = {"numerics": {"1984", "4032", "2.03", "6.03", "897", "8.9"}, "models": {"150,000", "5.23", "162"}}
+# By definition, not measured: bytes a parameter and ranges of the 8-bit formats, rows and the capabilities from which
+# on FP8 and FP4 activations are; a vocabulary for example; a version, and what tests/nn/convert/test_architectures.py
+# counts.
+DEFINED = {
+    "numerics": {"1984", "4032", "2.03", "6.03", "897", "8.9", "10.0", "12.0"},
+    "models": {"150,000", "5.23", "162"},
+}
 
 
 @pytest.mark.parametrize("name", ["architecture", "attention", "estimate", "guide", "models", "numerics", "offload"])

@@ -30,6 +30,8 @@ from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.decode import decode_attention
 from vblackwell.kernels.fp4 import encode, layout, mma_plan, two_part, two_part_round, w4a8
 from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4.encode_triton import encode_rows
+from vblackwell.kernels.fp4.tile_triton import untile
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, store_rotated, swiglu, swiglu_linear
@@ -218,6 +220,14 @@ def encoding() -> None:
     with use_backend("fp4_round_trip", "triton"):
         for form in FORMATS.values():
             encode.round_trip(w_NK, form, torch.bfloat16)
+
+
+@case("encode_triton._encode_rows", "tile_triton._untile")
+def fp4_operands() -> None:
+    packed = encode.quantize(normal(48, 96), "nvfp4")
+    tiled = layout.to_tiled(packed.codes, packed.block_scales, packed.tensor_scale, "nvfp4", 48, 96)
+    untile(tiled[0], tiled[1], 48, 96)
+    encode_rows(normal(7, 96).bfloat16())
 
 
 def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: int, right: int | None) -> Any:

@@ -81,22 +81,24 @@ def adapt(
     name: str,
     seed: int = 0,
     values: Path | None = None,
-    w4a8: bool = False,
+    **rounds: bool,
 ) -> Initialize:
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
     fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
     base; linears that ``packing`` selects are packed on ``device``, one at a time, on a GPU as the fused kernels want
-    it, or ``w4a8``; the adapters begin with the folder ``values``, or what ``seed`` draws. Raises ConfigurationError:
-    targets or layers that the model does not have, another base; Unsupported: peft is not installed."""
+    it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the folder ``values``, or what ``seed`` draws.
+    Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
+    installed."""
     model.requires_grad_(False)
     config = {} if lora is None else add_adapters(model, lora, name)
     packed: dict[str, str | None] = {}
     if packing is not None:
         tiled = device.type == "cuda" and packing.format in ("nvfp4", "mxfp4")
-        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, w4a8=w4a8)
+        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, **rounds)
     fitting = None
     if lora is not None:
-        _adapted[model] = made = Adapted(lora, config, packed, fingerprint(weights.folder), how_packed(packing, w4a8))
+        how = how_packed(packing, **rounds)
+        _adapted[model] = made = Adapted(lora, config, packed, fingerprint(weights.folder), how)
         if values is not None:
             fitting = _fitting(model, values, weights.folder)  # what has other shapes is told by those
             check_base(values, weights.folder, name)
@@ -293,12 +295,13 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
         warnings.warn(f"{said}, what is written will be wrong", UserWarning, stacklevel=2)
 
 
-def how_packed(packing: Packing | None, w4a8: bool) -> str:
-    """The arguments of `load_causal_lm`, as JSON, that pack a base so; those that are not the defaults."""
+def how_packed(packing: Packing | None, **rounds: bool) -> str:
+    """The arguments of `load_causal_lm`, as JSON, that pack a base so, with ``w4a8`` or ``w4a4``; those that are not
+    the defaults."""
     if packing is None:
         return AS_IT_IS
-    given = {"fp4": packing.format, "fp4_layers": packing.layers, "keep": packing.keep, "w4a8": w4a8}
-    defaults = {"fp4_layers": Packing().layers, "keep": None, "w4a8": False}
+    given = {"fp4": packing.format, "fp4_layers": packing.layers, "keep": packing.keep, **rounds}
+    defaults = {"fp4_layers": Packing().layers, "keep": None, **dict.fromkeys(rounds, False)}
     return json.dumps({name: value for name, value in given.items() if name == "fp4" or value != defaults[name]})
 
 

@@ -39,6 +39,7 @@ def load_causal_lm(
     fp4_layers: str = "all",
     keep: str | None = None,
     w4a8: bool = False,
+    w4a4: bool = False,
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -58,16 +59,17 @@ def load_causal_lm(
         fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
             keep: which linears, as for `convert`.
         w4a8: products of many rows with packed linears, which are mxfp4, round their inputs to FP8 (docs/numerics.md).
+        w4a4: the same to FP4, with linears in nvfp4 or mxfp4.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
         placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``states`` and so on;
             ``accelerate`` is False unless it is given.
 
     Raises:
         ConfigurationError: no such folder, or the id cannot be had; no causal model; fp4 without lora; an adapter for
-            another base; w4a8 of linears that it does not take.
+            another base; w4a8 or w4a4 of linears that it does not take, or both.
         FolderMismatch, CorruptData: tensors are missing, too many, or of another shape, all named; a damaged file.
         Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind;
-            w4a8 on a GPU without FP8, or of blocks too far apart.
+            w4a8 on a GPU without FP8, w4a4 on one without FP4, or of blocks too far apart.
         InsufficientMemory: the levels cannot hold the model.
     """
     if adapter is not None:
@@ -79,7 +81,8 @@ def load_causal_lm(
             "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
         )
     folder = find_folder(model, revision)
-    if w4a8 and fp4 is None:
+    rounds = {"w4a8": w4a8, "w4a4": w4a4}
+    if any(rounds.values()) and fp4 is None:
         refuse_unpacked(folder)
     if not trainable and (lora is not None or fp4 is not None) and read_config(folder).get("quantization_config"):
         dropped = "adapters" if lora is not None else "--use-fp4 (fp4=)"
@@ -91,13 +94,13 @@ def load_causal_lm(
     with open_folder(made, folder) as weights:
         weights.load_buffers()
         if isinstance(weights, PackedWeights):
-            weights.store_linears(stack.level0_device, w4a8)
+            weights.store_linears(stack.level0_device, **rounds)
         initialize: Initialize = weights
         if lora is not None or fp4 is not None:
             packing = None if fp4 is None else Packing(fp4, fp4_layers, keep)
             values = None if adapter is None else Path(adapter)
             initialize = adapt(
-                made, weights, lora, packing, stack.level0_device, name=str(model), seed=seed, values=values, w4a8=w4a8
+                made, weights, lora, packing, stack.level0_device, name=str(model), seed=seed, values=values, **rounds
             )
             if not trainable:
                 made.requires_grad_(False)

@@ -20,12 +20,12 @@ from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
-from vblackwell.kernels.fp4.w4a8 import SUMMARY, check_device
 from vblackwell.machine.device import cap_process
 from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import not_supported_reasons
+from vblackwell.nn.linear.packed_linear import rounding
 from vblackwell.offload.api import offload_of
 from vblackwell.units import parse_bytes
 
@@ -33,8 +33,8 @@ from vblackwell.units import parse_bytes
 @dataclass(frozen=True)
 class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
-    disk level; ``use_fp4`` packs linears while loading, with ``fp8_activations`` to mxfp4; folder of an ``adapter``;
-    file of an ``assignment`` of precisions."""
+    disk level; ``use_fp4`` packs linears while loading, with ``fp8_activations`` to mxfp4, which is w4a8, as
+    ``fp4_activations`` is w4a4; folder of an ``adapter``; file of an ``assignment`` of precisions."""
 
     fast_memory: str | None = None
     host_memory: str | None = None
@@ -42,10 +42,15 @@ class Places:
     disk_path: str | None = None
     use_fp4: bool = False
     fp8_activations: bool = False
+    fp4_activations: bool = False
     fp4_layers: str = "all"
     keep: str | None = None
     adapter: str | None = None
     assignment: str | None = None
+
+    @property
+    def packs_to(self) -> str:
+        return "mxfp4" if self.fp8_activations else "nvfp4"
 
     @property
     def streams(self) -> bool:
@@ -64,18 +69,19 @@ class Places:
     ) -> nn.Module:
         """The model in ``folder`` on ``device``, or in a stack of these sizes, which lasts until ``cleanup``; there for
         several ``rows`` (None: one text), of whose filling transformers' models alone know."""
-        fp4 = ("mxfp4" if self.fp8_activations else "nvfp4") if self.use_fp4 else None
+        rounds = {"w4a8": self.fp8_activations, "w4a4": self.fp4_activations}
+        fp4 = self.packs_to if self.use_fp4 else None
         if rows is None and (not self.streams or self._fits(folder, device)):
             assignment = None if self.assignment is None else Assignment.load(self.assignment)
             packing = Packing(fp4, self.fp4_layers, self.keep) if fp4 else None
-            return open_resident(folder, device, packing=packing, assignment=assignment, w4a8=self.fp8_activations)
+            return open_resident(folder, device, packing=packing, assignment=assignment, **rounds)
         disk = 0 if self.disk_memory is None and self.disk_path is None else self.disk_memory
         stack = create_vgpu_stack(
             self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
         )
         cleanup.callback(stack.close)
         how: dict[str, Any] = {"fp4_layers": self.fp4_layers, "keep": self.keep, "adapter": self.adapter}
-        how |= {"fp4": fp4, "w4a8": self.fp8_activations}
+        how |= {"fp4": fp4} | rounds
         model = open_streamed(folder, stack, rows=rows or 1, tokens=tokens, **how)
         engine = offload_of(model)
         if engine is not None:
@@ -121,14 +127,16 @@ def generate_command(
         )
     if where.assignment is not None and where.fp8_activations:
         raise ConfigurationError("--assignment packs to nvfp4, and --fp8-activations is for mxfp4: drop one of them")
+    if where.fp4_activations and (where.fp8_activations or where.assignment is not None):
+        raise ConfigurationError("--fp4-activations goes with neither --fp8-activations nor --assignment: drop one")
     sampling = Sampling(temperature, top_k, top_p, min_p)
     given = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
     folder, problems = resolve_model(model)
     for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
     check_architecture(folder)
-    if where.fp8_activations:
-        check_device(torch.device(device), "--fp8-activations", stored_dtype(folder))
+    if inputs := rounding(where.fp8_activations, where.fp4_activations):
+        inputs.check_device(torch.device(device), inputs.FLAG, stored_dtype(folder))
     tokenizer = read_tokenizer(folder)
     check_tokenizer(folder, tokenizer)
     settings = folder / GENERATION
@@ -152,9 +160,9 @@ def generate_command(
         alone = prompts is None
         rows = None if alone else min(batch_size, len(texts))
         opened = where.open(folder, device, rows, max(lengths) + max_new_tokens, cleanup)
-        if where.fp8_activations:
-            packed = "linears are packed to mxfp4, and " if where.use_fp4 else ""
-            print(f"vb: --fp8-activations: {packed}{SUMMARY}", file=sys.stderr)
+        if inputs:
+            packed = f"linears are packed to {where.packs_to}, and " if where.use_fp4 else ""
+            print(f"vb: {inputs.FLAG}: {packed}{inputs.SUMMARY}", file=sys.stderr)
         options: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
         options["on_token"] = show if alone else None
         for start in range(0, len(texts), batch_size):

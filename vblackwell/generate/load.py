@@ -76,12 +76,14 @@ def load_model(
     packing: Packing | None = None,
     *,
     w4a8: bool = False,
+    w4a4: bool = False,
 ) -> nn.Module:
     """The model in a Hugging Face folder on ``device``, in eval mode; read one tensor after the other. ``dtype``: of
     the weights, None as config.json says, for a ``Decoder`` as stored; linears that are packed there, or that
-    ``packing`` selects, compute from packed weights, with ``w4a8`` as of `load_causal_lm`. Raises as `model_on_meta`,
-    `open_folder` and `install_packed`."""
-    if w4a8 and packing is None:
+    ``packing`` selects, compute from packed weights, with ``w4a8`` and ``w4a4`` as of `load_causal_lm`. Raises as
+    `model_on_meta`, `open_folder` and `install_packed`."""
+    rounds = {"w4a8": w4a8, "w4a4": w4a4}
+    if any(rounds.values()) and packing is None:
         refuse_unpacked(folder)
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
@@ -97,14 +99,14 @@ def load_model(
                     wanted = weights.dtype_of("lm_head.weight" if packing is None else name)
                 value = weights.read(name, wanted, device)
                 if packing is not None and leaf == "weight" and owner in chosen:
-                    install_packed(model, owner, pack(value, packing.format, name), w4a8)
+                    install_packed(model, owner, pack(value, packing.format, name), **rounds)
                     continue
                 made[target] = nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
             for name in weights.linears:
                 packed = weights.packed(name, linear_of(model, name).weight.dtype, device)
-                install_packed(model, name, packed, w4a8)
+                install_packed(model, name, packed, **rounds)
     return model.to(device).eval()
 
 
@@ -114,12 +116,12 @@ def open_resident(
     *,
     packing: Packing | None = None,
     assignment: Assignment | None = None,
-    w4a8: bool = False,
+    **rounds: Any,
 ) -> nn.Module:
     """A model for writing alone, all of it on ``device``, in eval mode, with packed linears or an ``assignment``'s;
-    raises as `load_model`. On a GPU a ``Decoder`` computes projections of one input as one product, and other
-    architectures run on fused operators where these compute the same."""
-    model = load_model(folder, device, packing=packing, w4a8=w4a8)
+    ``rounds`` and errors as for `load_model`. On a GPU a ``Decoder`` computes projections of one input as one product,
+    and other architectures run on fused operators where these compute the same."""
+    model = load_model(folder, device, packing=packing, **rounds)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
             layer = model.get_submodule(name)

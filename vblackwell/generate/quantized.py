@@ -13,8 +13,8 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.folders import compressed_tensors
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.kernels.fp4.w4a8 import check_shape
 from vblackwell.nn.convert.linears import linear_of, replace_modules
+from vblackwell.nn.linear.packed_linear import rounding
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.packed import PackedTensor
 
@@ -36,10 +36,11 @@ def open_folder(model: nn.Module, folder: Path) -> FolderWeights:
 
 
 def refuse_unpacked(folder: Path) -> None:
-    """Raises ConfigurationError where ``folder`` has no packed linears, for which alone FP8 activations are."""
+    """Raises ConfigurationError where ``folder`` has no packed linears, for which alone rounded activations are."""
     if not read_config(folder).get("quantization_config"):
-        remedy = "add --use-fp4 (fp4='mxfp4'), or give a folder of vb quantize --format mxfp4"
-        raise ConfigurationError(f"{folder}: --fp8-activations (w4a8) is for packed linears, it has none: {remedy}")
+        remedy = "add --use-fp4 (fp4='mxfp4', or for w4a4 'nvfp4'), or give a folder of vb quantize with that --format"
+        flags = "--fp8-activations (w4a8) and --fp4-activations (w4a4)"
+        raise ConfigurationError(f"{folder}: {flags} are for packed linears, it has none: {remedy}")
 
 
 class PackedWeights(FolderWeights):
@@ -80,15 +81,17 @@ class PackedWeights(FolderWeights):
         entries = {kind: self._files[f"{linear}.{kind}"].load().to(device) for kind in self._kinds(linear)}
         return compressed_tensors.from_entries(entries, self.form, dtype, linear)
 
-    def store_linears(self, device: torch.device, w4a8: bool = False) -> None:
+    def store_linears(self, device: torch.device, **rounds: bool) -> None:
         """Puts a `StoredFP4Linear` in the place of each packed linear, laid out for the kernels of ``device``. Raises
-        ConfigurationError where ``w4a8`` does not take one of them."""
+        ConfigurationError where ``w4a8`` or ``w4a4`` does not take one of them."""
+        checks = rounding(**rounds)
         self._device, tiled = device, device.type == "cuda" and self.form.name in ("nvfp4", "mxfp4")
         replacements: dict[nn.Module, nn.Module] = {}
         for name in self.linears:
-            linear, how = linear_of(self._model, name), {"fine": name in self._fine, "w4a8": w4a8}
-            if w4a8:
-                check_shape(self.form.name, linear.out_features, linear.in_features, f"{name}.weight")
+            linear, how = linear_of(self._model, name), {"fine": name in self._fine, **rounds}
+            if checks:
+                form = "two-part" if how["fine"] else self.form.name
+                checks.check_shape(form, linear.out_features, linear.in_features, f"{name}.weight")
             replacements[linear] = StoredFP4Linear(linear, self.form, tiled=tiled, **how)
         replace_modules(self._model, replacements)
 

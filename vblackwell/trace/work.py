@@ -167,6 +167,7 @@ def _products(x: Tensor, weights: Iterable[Tensor]) -> float:
 _OWN: dict[str, Callable[..., float]] = {
     "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: 2.0 * rows_of(x) * n * k,
     "fp4_linear_w4a8": lambda x, *rest: 2.0 * rows_of(x) * rest[-2] * rest[-1],
+    "fp4_linear_w4a4": lambda x, *rest: 2.0 * rows_of(x) * rest[-2] * rest[-1],
     "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: 2.0 * rows_of(dy) * n * k,
     "shared_input_linears": lambda x, weights: _products(x, weights),
     "shared_input_linears_dx": lambda dys, weights: _products(dys[0], weights),

@@ -172,7 +172,17 @@ def _w4a8(gpu: Gpu, x: Tensor, *rest: Any) -> int:
     return max(_fp4_linear(gpu, x, n, k), k * (n + rows_of(x)) if rows_of(x) > 128 else 0)
 
 
-_OF_GPU: dict[str, Callable[..., int]] = {"fp4_linear": _fp4_linear, "fp4_linear_w4a8": _w4a8}
+def _w4a4(gpu: Gpu, x: Tensor, *rest: Any) -> int:
+    """The same in nvfp4, of 9 / 16 of a byte each."""
+    n, k = rest[-2:]
+    return max(_fp4_linear(gpu, x, n, k), 9 * k * (n + rows_of(x)) // 16 if rows_of(x) > 128 else 0)
+
+
+_OF_GPU: dict[str, Callable[..., int]] = {
+    "fp4_linear": _fp4_linear,
+    "fp4_linear_w4a8": _w4a8,
+    "fp4_linear_w4a4": _w4a4,
+}
 _FORMULAS: dict[str, Callable[..., int]] = {
     "fp4_linear_dx": lambda dy, *rest: rest[-2] * rest[-1] * dy.element_size(),
     "two_part_linear": lambda x, *rest: rest[-2] * rest[-1] * x.element_size() if rows_of(x) > TWO_PART_ROWS else 0,

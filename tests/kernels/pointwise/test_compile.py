@@ -61,6 +61,8 @@ def cases(capability):
         yield tile_triton._words, {"BLOCK": tile_triton.TILE_BLOCK, "MX": mx, "FINE": fine}, 4
     for mx in (False, True):
         yield tile_triton._scales, {"BLOCK": tile_triton.TILE_BLOCK, "MX": mx}, 4
+    yield tile_triton._untile, {"BLOCK": tile_triton.TILE_BLOCK}, 4
+    yield encode_triton._encode_rows, {"BLOCKS": encode_triton.ELEMENTS // 16, "MAXIMA": encode_triton.MAXIMA}, 4
 
 OUT = {"codes": {"codes_ptr", "scales_ptr"}, "parts": {"codes_ptr", "scales_ptr", "fine_ptr"}, "values": {"values_ptr"}}
 PACKING = (*itertools.product(FORMATS, ("mse", "max"), ("codes",)), *((name, "max", "values") for name in FORMATS),
@@ -76,22 +78,24 @@ STRIDES = {  # of each tensor a tuple
 def type_of(name, kernel, values):
     if kernel in ("_words", "_scales") and name == "codes_ptr" or kernel == "_maxima" and name == "out_ptr":
         return "*i32"
-    if kernel == "_words" and name in ("words_ptr", "out_ptr"):
+    if kernel in ("_words", "_untile") and name in ("words_ptr", "out_ptr"):
         return "*i32"
     if kernel == "_scales" and name == "out_ptr":
         return "*u8"
     if name in ("target_ptr", "position_ptr"):
         return "*i64"
-    if name in ("scales_ptr", "codes_ptr", "fine_ptr"):
+    if name == "maxima_ptr":
+        return "*i32"
+    if name in ("scales_ptr", "codes_ptr", "fine_ptr", "e5m3_ptr"):
         return "*u8"
     if name == "unit_ptr":
-        return "*i32" if values else "*fp32"
+        return "*i32" if values and kernel == "_encode" else "*fp32"
     if name == "least_ptr":
         return "*i32"
     if name == "cuts":
         return "*i32", "*fp32", "*fp32"
     if name == "shape":
-        return ("i32",) * (4 if kernel == "_encode" else 3)
+        return ("i32",) * (4 if kernel.startswith("_encode") else 2 if kernel == "_untile" else 3)
     if name == "strides":
         return STRIDES[kernel]
     if name.endswith("_ptr"):
@@ -106,7 +110,7 @@ for capability, kernel, constants, warps in every[::int(sys.argv[3])]:
         for name in names}
     source = ASTSource(kernel, signature, constexprs={(names.index(name),): v for name, v in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": kernel is not encode_triton._encode})
+        options={"num_warps": warps, "enable_fp_fusion": not kernel.__name__.startswith("_encode")})
     pathlib.Path(sys.argv[2]).write_bytes(compiled.asm["cubin"])
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     command = [tool, "--dump-resource-usage", sys.argv[2]]
@@ -126,7 +130,7 @@ def test_kernels_fit(capabilities, stride, program, tmp_path):
     """Some for those that a GPU is likely to have; all, and for 86 with the least shared memory, with what is slow."""
     words = [json.dumps(capabilities), str(tmp_path / "kernel.cubin"), str(stride)]
     found = json.loads(program(PROGRAM, *words, TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
-    assert len(found) == len(range(0, 40 * len(capabilities), stride))
+    assert len(found) == len(range(0, 42 * len(capabilities), stride))
     for capability, kernel, shared_bytes, local_bytes in found:
-        called = 32 if kernel.startswith("_encode") else 0  # fp64 division calls a function, which saves registers
+        called = 32 if kernel.startswith("_encode{") else 0  # fp64 division calls a function, which saves registers
         assert shared_bytes <= SHARED_BYTES[capability] and local_bytes <= called, (kernel, shared_bytes, local_bytes)

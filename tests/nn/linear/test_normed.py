@@ -30,7 +30,7 @@ def fused(monkeypatch):
     op = module.fp4_norm_linear
     monkeypatch.setattr(module, "on_gpu", lambda x: True)
     monkeypatch.setattr(module, "fp4_norm_linear", counted)
-    monkeypatch.setattr(linear_module, "place", lambda packed, w4a8: packed_linear.place(packed, True, w4a8))
+    monkeypatch.setattr(linear_module, "place", lambda packed, by: packed_linear.place(packed, True, by))
     return calls
 
 

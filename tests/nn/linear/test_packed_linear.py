@@ -43,7 +43,7 @@ def test_a_layer_becomes_tiles_in_the_room_that_its_weight_leaves(format, dtype,
     tiles and bands scaled down with the layer.
     """
     rows, columns = 1000, 1024
-    monkeypatch.setattr(linear_module, "place", lambda packed, w4a8: packed_linear.place(packed, True, w4a8))
+    monkeypatch.setattr(linear_module, "place", lambda packed, by: packed_linear.place(packed, True, by))
     monkeypatch.setattr(packed_linear, "_SHUFFLE_ELEMENTS", 1 << 14)
     monkeypatch.setattr(fp4, "_CPU_TILE_ELEMENTS", 1 << 11)
     with PeakBytes() as memory:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.fp4.tile_triton import swizzled_place
 from vblackwell.kernels.runtime.registry import DTYPES, on_device
 from vblackwell.numerics.formats import NF4_VALUES, Format
 from vblackwell.numerics.search import FRACTIONS, LANES, PARTS
@@ -30,7 +32,8 @@ _NF4 = tl.constexpr(NF4_VALUES)
 _NF4_BOUNDS = tl.constexpr(tuple((low + high) / 2 for low, high in zip(NF4_VALUES, NF4_VALUES[1:], strict=False)))
 _FRACTIONS, _PARTS = tl.constexpr(FRACTIONS), tl.constexpr(float(PARTS))
 _LARGEST, _SMALLEST = tl.constexpr(torch.finfo(torch.float32).max), tl.constexpr(2.0**-126)
-_WHOLE = tl.constexpr(1.5 * 2.0**52)  # added and taken away again it rounds to an integer, ties to even
+# Added and taken away again, in fp64 or fp32, they round to an integer, ties to even.
+_WHOLE, _WHOLE32 = tl.constexpr(1.5 * 2.0**52), tl.constexpr(1.5 * 2.0**23)
 
 
 class Packing(NamedTuple):
@@ -420,3 +423,48 @@ def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
         _maxima[(MAXIMA,)](w_NK, maxima, w_NK.numel(), BLOCK=MAXIMA_BLOCK, num_warps=8)
         _launch(w_NK, form, "max", maxima, False, None, None, None, out)
     return out.to(dtype)
+
+
+@triton.jit
+def _encode_rows(x_ptr, codes_ptr, scales_ptr, unit_ptr, maxima_ptr, shape, BLOCKS: tl.constexpr, MAXIMA: tl.constexpr):
+    """nvfp4 codes, `max` scales, swizzled, and the tensor scale `w4a4.power_scale`; ``shape`` as for `_encode`.
+
+    In fp32, exactly: elements of half types have 11 significant bits at most and the tensor scale is a power of two, so
+    a quotient lies on a rounding boundary, whose product with the divisor has as few, or 2^-12 of it and more apart.
+    """
+    bits = tl.max(tl.load(maxima_ptr + tl.arange(0, MAXIMA)), 0)
+    most = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), 2688.0), _SMALLEST)
+    power = (most.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    if tl.program_id(0) == 0:
+        tl.store(unit_ptr, tl.where(bits < 0x7F800000, power.to(tl.float32, bitcast=True), float("nan")))
+    _, row_blocks, total, _ = shape
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    x = _load(x_ptr, block, 0, shape, 16) * (0x7F000000 - power).to(tl.float32, bitcast=True)  # over the tensor scale
+    top = tl.div_rn(tl.max(tl.abs(x), 1), 6.0)
+    bits = top.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = ((top * 512.0 + _WHOLE32) - _WHOLE32).to(tl.int32)
+    stored = tl.where(top < 0.015625, subnormal, tl.minimum(normal, 126))
+    place = swizzled_place(block // row_blocks, block % row_blocks, row_blocks)
+    tl.store(scales_ptr + place, stored.to(tl.uint8), block < total)
+    there = (stored > 0)[:, None]
+    scale = tl.broadcast_to(tl.where(stored > 0, _value(stored), 1.0)[:, None], (BLOCKS, 16))
+    u = tl.where(there, tl.div_rn(x, scale), 0.0)
+    code = ((tl.minimum(_position(u), 7.0) + _WHOLE32) - _WHOLE32).to(tl.int32)
+    code |= (u.to(tl.int32, bitcast=True) < 0).to(tl.int32) << 3
+    to = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(codes_ptr + to, _joined(code, 16, BLOCKS), (block < total)[:, None])
+
+
+def encode_rows(x_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`w4a4.quantize_rows` of bf16 or fp16: codes, scales in `layout.swizzled` memory, and the tensor scale, in two
+    launches; K is a multiple of 16. Reads no value on the host; of inf and NaN the tensor scale is NaN."""
+    (m, k), device = x_MK.shape, x_MK.device
+    codes, scales = torch.empty(m, k // 2, dtype=torch.uint8, device=device), layout.swizzled(m, k // 16, device)
+    unit, maxima = torch.empty((), device=device), torch.empty(MAXIMA, dtype=torch.int32, device=device)
+    blocks, count = ELEMENTS // 16, m * k // 16
+    with on_device(x_MK):
+        _maxima[(MAXIMA,)](x_MK, maxima, x_MK.numel(), BLOCK=MAXIMA_BLOCK, num_warps=8)
+        args = (x_MK, codes, scales, unit, maxima, (k, k // 16, count, 16), blocks, MAXIMA)
+        _encode_rows[(triton.cdiv(count, blocks),)](*args, num_warps=4, enable_fp_fusion=False)
+    return codes, scales, unit

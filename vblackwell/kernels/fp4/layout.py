@@ -262,3 +262,11 @@ def parts_from_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_s
     """The inverse of ``parts_to_tiled``; blocks of value zero come back as plain zeros."""
     packed, scales, tensor_scale = from_tiled(codes, block_scales, tensor_scale, TILED_PARTS, n, k)
     return packed, _from_words(fine, FINE_FIELDS, n, FORM.padded(k)), scales, tensor_scale
+
+
+def swizzled(rows: int, blocks: int, device: torch.device) -> Tensor:
+    """Memory for so many scales as FP4 tensor cores take them, flat, with zeros where padding will be: tiles of 128
+    rows by 4 blocks in order of rows and then blocks; in a tile, that of row 32 i + j and block b is at [j][i][b]
+    (cuBLAS, "1D block scaling factors layout"; SWIZZLE_32_4_4 in PyTorch)."""
+    make = torch.empty if rows % 128 == 0 and blocks % 4 == 0 else torch.zeros
+    return make(-(-rows // 128) * -(-blocks // 4) * 512, dtype=torch.uint8, device=device)

@@ -1,4 +1,5 @@
-"""Triton kernels that make the tiled layout (layout.py) from the canonical one."""
+"""Triton kernels that make the tiled layout (layout.py) from the canonical one, and operands of PyTorch's FP4 matmul
+(w4a4.py) from tiles."""
 # What @triton.jit makes of a function has no type.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -105,3 +106,45 @@ def tile(
         scale_args = (codes, block_scales, out_scales, shape, scales)
         _scales[(triton.cdiv(scales, TILE_BLOCK),)](*scale_args, **how)
     return out[0], out_scales, None if fine is None else out[1]
+
+
+@triton.jit
+def swizzled_place(row, block, row_blocks):
+    """Where `layout.swizzled` memory has the scale of a row's block, of so many in a row."""
+    tile = (row // 128) * ((row_blocks + 3) // 4) + block // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
+
+
+@triton.jit
+def _untile(words_ptr, e5m3_ptr, out_ptr, scales_ptr, shape, total, BLOCK: tl.constexpr):
+    """Codes, two words a block of 16 columns, and the E4M3 scales of ``total`` blocks, swizzled. ``shape``: blocks in a
+    row, tiles in a band."""
+    row_blocks, steps = shape
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, block, inside = at // row_blocks, at % row_blocks, at < total
+    tile, g = row // 32 * steps + block // 4, row % 8
+    byte = tl.load(e5m3_ptr + tile * 128 + g * 16 + block % 4 * 4 + row % 32 // 8, inside, other=0).to(tl.int32)
+    # As in `_e5m3`: of what E4M3 has as a subnormal, the leading one comes back among the bits.
+    subnormal = ((byte & 7) | 8) >> tl.minimum(tl.maximum(9 - (byte >> 3), 0), 3)
+    code = tl.where(byte >= (9 << 3), byte - (8 << 3), tl.where(byte == 0, 0, subnormal))
+    tl.store(scales_ptr + swizzled_place(row, block, row_blocks), code.to(tl.uint8), inside)
+    place = tile * 256 + row % 32 // 16 * 128 + g * 16 + block % 4 * 4 + row % 16 // 8 * 2
+    for word in tl.static_range(2):
+        moved = tl.load(words_ptr + place + word, inside, other=0)
+        codes = tl.zeros((BLOCK,), tl.int32)
+        for bit in tl.static_range(32):
+            codes |= ((moved >> bit) & 1) << _SOURCES[bit]
+        tl.store(out_ptr + at * 2 + word, codes, inside)
+
+
+def untile(codes: Tensor, block_scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Codes (n, k / 2) of a tiled weight, two a byte, and its scales per 16 columns as E4M3 in `layout.swizzled`
+    memory; k is a multiple of 16. The scales of mxfp4's tiles are E4M3 values, too."""
+    out = torch.empty(n, k // 2, dtype=torch.uint8, device=codes.device)
+    scales = layout.swizzled(n, k // 16, codes.device)
+    words, total = codes.view(torch.int32), n * k // 16
+    with on_device(codes):
+        shape = (k // 16, codes.shape[1])
+        args = (words, block_scales, out.view(torch.int32), scales, shape, total)
+        _untile[(triton.cdiv(total, TILE_BLOCK),)](*args, BLOCK=TILE_BLOCK)
+    return out, scales

@@ -44,6 +44,7 @@ MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
 # By times on an H200 (docs/journal/fp4.md) w4a8 is faster from the rows on that have the tiles of 1024; above MAX_ROWS
 # PyTorch's matmul of whole operands is at least as fast as one kernel, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
+FLAG = "--fp8-activations"
 SUMMARY = f"inputs of {MIN_ROWS} rows and more are rounded to FP8 (E4M3, a scale a row), fewer are not"
 E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
@@ -257,15 +258,16 @@ def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Reque
     return reference.linear(q_MK.to(torch.float32) * scale_M1, w_NK, bias, activation).to(x_MK.dtype)
 
 
-def _reference_reasons(request: Request) -> list[str]:
-    slow = f"the tensors are on {request.device}: FP8 is asked for to be fast, and this would be slow"
+def cpu_reasons(request: Request) -> list[str]:
+    """Why what rounds inputs does not run by the reference, slow but exact, on a GPU."""
+    slow = f"the tensors are on {request.device}: rounding is asked for to be fast, and this would be slow"
     return [slow] * (request.device.type == "cuda")
 
 
 W4A8 = (
     Backend("fused", _fused_reasons, each_time(_fused), slower=_fused_slower),
     Backend("fp8", _fp8_reasons, each_time(_whole)),
-    Backend("reference", _reference_reasons, each_time(_reference)),
+    Backend("reference", cpu_reasons, each_time(_reference)),
 )
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.w4a8 import check_packed, check_shape
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
+from vblackwell.nn.linear.packed_linear import rounding
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.nn.linear.two_part import BITS, Settings, VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
@@ -133,25 +133,26 @@ def store_linears(
     model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", **how: bool
 ) -> dict[str, str | None]:
     """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears; ``how``: its ``tiled``
-    and ``w4a8``. Returns every linear: why it was left, or None; ConfigurationError if nothing is selected, or w4a8
-    does not take one of them.
+    and ``w4a8`` or ``w4a4``. Returns every linear: why it was left, or None; ConfigurationError if nothing is selected,
+    or one of them has a shape or format that these do not take.
     """
     found, chosen = find_linears(model, pattern, head_and(keep)), select_linears(model, pattern, head_and(keep))
-    for name, linear in chosen.items() if how.get("w4a8") else ():
-        check_shape(format, linear.out_features, linear.in_features, f"{name}.weight")
+    if checks := rounding(how.get("w4a8", False), how.get("w4a4", False)):
+        for name, linear in chosen.items():
+            checks.check_shape(format, linear.out_features, linear.in_features, f"{name}.weight")
     replace_linears(model, chosen, functools.partial(StoredFP4Linear, format=format, **how))
     return found
 
 
-def install_packed(model: nn.Module, name: str, packed: PackedTensor, w4a8: bool = False) -> None:
-    """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`, and
-    with ``w4a8`` `check_packed`."""
-    linear, options = linear_of(model, name, packed.shape), dict[str, Any]()
-    if w4a8:
-        check_packed(packed, f"{name}.weight")
-        options = {"w4a8": True}
+def install_packed(model: nn.Module, name: str, packed: PackedTensor, **rounds: bool) -> None:
+    """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. ``rounds``: ``w4a8``
+    or ``w4a4``. See `linear_of`, and with these their `check_packed`."""
+    linear, checks = linear_of(model, name, packed.shape), rounding(**rounds)
+    if checks:
+        checks.check_packed(packed, f"{name}.weight")
     kind = FusedFP4Linear if packed.fine is None else VBOptimizedLinear
-    replace_modules(model, {linear: kind.from_packed(packed, linear.bias, **options).train(linear.training)})
+    made = kind.from_packed(packed, linear.bias, **(rounds if checks else {}))
+    replace_modules(model, {linear: made.train(linear.training)})
 
 
 def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:

@@ -1,7 +1,7 @@
 """A linear layer that trains in full precision, or straight through FP4, and then computes from a packed weight.
 
-``w4a8`` changes numbers, so it is never chosen for the user. With ``DistributedDataParallel`` over packed layers pass
-``broadcast_buffers=False``: the packed weights are equal on all ranks.
+``w4a8`` and ``w4a4`` change numbers, so they are never chosen for the user. With ``DistributedDataParallel`` over
+packed layers pass ``broadcast_buffers=False``: the packed weights are equal on all ranks.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,9 @@ from vblackwell.errors import check_known
 from vblackwell.kernels.fp4.encode import quantize
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
-from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8
-from vblackwell.nn.linear.packed_linear import ROW_TOP, PackableLinear, PlacedWeight, place
+from vblackwell.kernels.fp4.w4a4 import fp4_linear_w4a4
+from vblackwell.kernels.fp4.w4a8 import fp4_linear_w4a8
+from vblackwell.nn.linear.packed_linear import ROW_TOP, PackableLinear, PlacedWeight, place, rounding
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
 from vblackwell.numerics.packed import PackedTensor
@@ -34,10 +35,12 @@ class FusedFP4Linear(PackableLinear):
         use_fp4: multiply by the weight rounded to ``format`` while training, too; its gradient goes straight through.
         w4a8: once packed, round inputs of many rows to E4M3 and multiply on FP8 tensor cores; for mxfp4
             (kernels/fp4/w4a8.py).
+        w4a4: once packed, round inputs of many rows to nvfp4 and multiply on FP4 tensor cores; for nvfp4 and mxfp4
+            (kernels/fp4/w4a4.py).
         device, dtype: of the parameters, as for ``nn.Linear``.
 
-    Raises ConfigurationError for a size below 1, an unknown activation, format or search, or w4a8 with another format
-    than mxfp4 or with sizes that are no multiples of 16.
+    Raises ConfigurationError for a size below 1, an unknown activation, format or search, both w4a8 and w4a4, or one of
+    them with a format or with sizes that its `check_shape` refuses.
     """
 
     weight_row_top: Tensor | None  # for w4a8 alone; follows from the scales, so no state dict has it
@@ -54,26 +57,27 @@ class FusedFP4Linear(PackableLinear):
         scale_search: str | None = None,
         use_fp4: bool = False,
         w4a8: bool = False,
+        w4a4: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, format_named(format), device=device, dtype=dtype)
         check_known("activation", activation, ACTIVATIONS)
-        self.activation, self.use_fp4, self.w4a8 = activation, use_fp4, w4a8
+        self.activation, self.use_fp4, self.w4a8, self.w4a4 = activation, use_fp4, w4a8, w4a4
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
-        if w4a8:
-            check_shape(self.form.name, out_features, in_features, self._name())
+        if checks := rounding(w4a8, w4a4):
+            checks.check_shape(self.form.name, out_features, in_features, self._name())
 
     def quantize(self, *, tensor_scale: Tensor | None = None) -> Self:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
 
         ``tensor_scale`` is nvfp4's, shared with other layers; see ``numerics.fp4.joint_tensor_scale``. The layer stays
-        as it was where the weight has inf or NaN, or a dtype that cannot be packed (ConfigurationError), or with w4a8
-        exponents in a row span more than E4M3 holds, or the GPU has no FP8 (Unsupported).
+        as it was where the weight has inf or NaN, or a dtype that cannot be packed (ConfigurationError), or its values
+        do not suit w4a8 or w4a4, or the GPU does not (Unsupported).
         """
         if self.weight is not None:
-            if self.w4a8:
-                check_device(self.weight.device, self._name())  # before the search for scales
+            if checks := rounding(self.w4a8, self.w4a4):
+                checks.check_device(self.weight.device, self._name())  # before the search for scales
             # No name for the weight here: `_adopt` frees it before it lays out what was packed.
             how = {"tensor_scale": tensor_scale, "name": self._name()}
             self._adopt(quantize(self.weight, self.form.name, self.scale_search, **how))
@@ -88,7 +92,9 @@ class FusedFP4Linear(PackableLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
         if self._parameters.get("weight", x) is None:  # attributes of a module cost a search each
-            return fp4_linear(x, *self.placed_arguments()) if not self.w4a8 else self._by_w4a8(x)
+            if self.w4a8:
+                return self._by_w4a8(x)
+            return (fp4_linear_w4a4 if self.w4a4 else fp4_linear)(x, *self.placed_arguments())
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         weight = cast(Tensor, self.weight)
@@ -107,21 +113,22 @@ class FusedFP4Linear(PackableLinear):
 
     def extra_repr(self) -> str:
         state = f"packed={self.layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"
-        shape, w4a8 = f"{self.in_features}, {self.out_features}", ", w4a8=True" if self.w4a8 else ""
-        return f"{shape}, bias={self.bias is not None}, activation={self.activation}, {state}{w4a8}"
+        shape = f"{self.in_features}, {self.out_features}"
+        rounds = ", w4a8=True" if self.w4a8 else ", w4a4=True" if self.w4a4 else ""
+        return f"{shape}, bias={self.bias is not None}, activation={self.activation}, {state}{rounds}"
 
     def _adopt(self, packed: PackedTensor) -> None:
-        if self.w4a8:
-            check_packed(packed, self._name())
+        if checks := rounding(self.w4a8, self.w4a4):
+            checks.check_packed(packed, self._name())
         self.weight = None  # first: shuffling into tiles then has the original's memory
         self.form, self.dtype = packed.form, packed.dtype
-        self.hold(place(packed, w4a8=self.w4a8))
+        self.hold(place(packed, by=checks))
 
     def hold(self, placed: PlacedWeight) -> None:
-        self.weight_row_top, self.w4a8 = placed.row_top, placed.row_top is not None
+        self.weight_row_top, self.w4a8, self.w4a4 = placed.row_top, placed.row_top is not None, placed.w4a4
         super().hold(placed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        if self.w4a8 and self.weight is None:
-            check_device(fn(torch.empty(0, device=self.weight_codes.device)).device, self._name())
+        if self.weight is None and (checks := rounding(self.w4a8, self.w4a4)):
+            checks.check_device(fn(torch.empty(0, device=self.weight_codes.device)).device, self._name())
         return super()._apply(fn, recurse)

@@ -159,7 +159,8 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> tuple[Any, ...] | None:
 def joint_product(x: Tensor, norm: nn.RMSNorm | None, linears: tuple[Any, ...]) -> list[Tensor] | None:
     """``linear(x)``, or ``linear(norm(x))``, of each, as views of one product; None where they do not lie together."""
     placed = joint_packed(linears)
-    if placed is None or (linears[0].w4a8 and x.numel() >= w4a8.MIN_ROWS * x.shape[-1]):
+    first = linears[0]
+    if placed is None or ((first.w4a8 or first.w4a4) and x.numel() >= w4a8.MIN_ROWS * x.shape[-1]):
         return None
     return list(_product(x, norm, placed).split([linear.out_features for linear in linears], -1))
 
@@ -201,7 +202,7 @@ def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None
     if len(layers) < len(linears) or any(map(hooked, layers)):
         return None
     plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer.layout) for layer in layers)
-    alike = len({(layer.in_features, layer.layout, layer.w4a8, layer.weight_codes.device) for layer in layers}) == 1
+    alike = len({(it.in_features, it.layout, it.w4a8, it.w4a4, it.weight_codes.device) for it in layers}) == 1
     return layers if plain and alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
 
 

@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Self, cast
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import encode, layout
+from vblackwell.kernels.fp4 import w4a4 as fp4_inputs
+from vblackwell.kernels.fp4 import w4a8 as fp8_inputs
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import two_part_linear
-from vblackwell.kernels.fp4.w4a8 import fp4_linear_w4a8, row_tops
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
 
@@ -38,18 +40,19 @@ class PlacedWeight:
     tensor_scale: Tensor
     fine: Tensor | None = None  # None where there is none, or it is elsewhere
     row_top: Tensor | None = None  # of a weight that computes by w4a8; follows from the scales
+    w4a4: bool = False
 
     def tensors(self) -> list[Tensor]:
         held = (self.codes, self.scales, self.tensor_scale, self.fine, self.row_top)
         return [tensor for tensor in held if tensor is not None]
 
     def linear(self, x: Tensor, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
-        """``activation(x W^T + bias)``, with the fine part where it is there, or by w4a8."""
+        """``activation(x W^T + bias)``, with the fine part where it is there, or by w4a8 or w4a4."""
         scales, rest = (self.scales, self.tensor_scale), (bias, self.layout, activation, n, k)
         if self.row_top is not None:
-            return fp4_linear_w4a8(x, self.codes, *scales, self.row_top, bias, activation, n, k)
+            return fp8_inputs.fp4_linear_w4a8(x, self.codes, *scales, self.row_top, bias, activation, n, k)
         if self.fine is None:
-            return fp4_linear(x, self.codes, *scales, *rest)
+            return (fp4_inputs.fp4_linear_w4a4 if self.w4a4 else fp4_linear)(x, self.codes, *scales, *rest)
         return two_part_linear(x, self.codes, self.fine, *scales, *rest)
 
 
@@ -60,14 +63,21 @@ def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
     return encode.quantize(weight, precision, name=name)
 
 
-def place(packed: PackedTensor, tiles: bool = False, w4a8: bool = False) -> PlacedWeight:
+def rounding(w4a8: bool = False, w4a4: bool = False) -> ModuleType | None:
+    """The module whose `check_shape`, `check_packed` and `check_device` say what inputs rounded so go with; None where
+    they are not rounded. Raises ConfigurationError for both."""
+    if w4a8 and w4a4:
+        raise ConfigurationError("w4a8 rounds inputs to FP8 and w4a4 to FP4: give one of them, or neither")
+    return fp8_inputs if w4a8 else fp4_inputs if w4a4 else None
+
+
+def place(packed: PackedTensor, tiles: bool = False, by: ModuleType | None = None) -> PlacedWeight:
     """Tiled on CUDA where the format has tiles and the values fit, or with a warning as it is; with ``tiles``, or
-    ``w4a8``, of a weight that its `check_packed` takes, anywhere, or Unsupported."""
-    if w4a8:
+    inputs rounded ``by`` a module of `rounding` whose `check_packed` takes the weight, anywhere, or Unsupported."""
+    if tiles or by is not None:
         placed = tiled(packed)
-        return replace(placed, row_top=row_tops(placed.scales, packed.n, packed.k))
-    if tiles:
-        return tiled(packed)
+        row_top = fp8_inputs.row_tops(placed.scales, packed.n, packed.k) if by is fp8_inputs else None
+        return replace(placed, row_top=row_top, w4a4=by is fp4_inputs)
     if packed.device.type == "cuda" and packed.format in ("nvfp4", "mxfp4"):
         try:
             return tiled(packed)
@@ -136,7 +146,7 @@ class PackedLinear(nn.Module):
 
     def placed(self) -> PlacedWeight:
         held = self._buffers  # attributes of a module cost a search each
-        return PlacedWeight(self.layout, *[cast(Tensor, held[name]) for name in (*PARTS, FINE)])
+        return PlacedWeight(self.layout, *[cast(Any, held[name]) for name in (*PARTS, FINE)])
 
     def canonical(self, placed: PlacedWeight, dtype: torch.dtype) -> PackedTensor:
         """The weight in the layout of files again, as one of ``dtype``."""

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear_dx
-from vblackwell.kernels.fp4.w4a8 import check_packed
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_linear import FINE, PARTS, ROW_TOP, PackedLinear, PlacedWeight, pack, place
+from vblackwell.nn.linear.packed_linear import FINE, PARTS, ROW_TOP, PackedLinear, PlacedWeight, pack, place, rounding
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.packed import PackedTensor
@@ -25,8 +24,8 @@ from vblackwell.numerics.packed import PackedTensor
 class StoredFP4Linear(PackedLinear):
     """What ``linear`` computes, with a frozen packed weight; gradients pass through to ``x``.
 
-    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part; ``w4a8`` as for
-    `FusedFP4Linear`, tiled. The bytes are the parameters ``parts``, on the meta device until they are known.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part; ``w4a8`` and
+    ``w4a4`` as for `FusedFP4Linear`, tiled. The bytes are the parameters ``parts``, on meta until they are known.
     """
 
     def __init__(
@@ -37,18 +36,19 @@ class StoredFP4Linear(PackedLinear):
         tiled: bool = False,
         fine: bool = False,
         w4a8: bool = False,
+        w4a4: bool = False,
     ) -> None:
         n, k = linear.out_features, linear.in_features
         form = format_named(format) if isinstance(format, str) else format
         super().__init__(k, n, form)
         self.dtype, self.training = linear.weight.dtype, linear.training
         codes, scales = (form.codes_shape(n, k), form.codes_dtype), (form.scales_shape(n, k), form.scale_dtype)
-        if tiled or w4a8:
+        if tiled or rounding(w4a8, w4a4):
             self.layout = layout.tiled_name(form.name)
             codes, scales = ((shape, torch.uint8) for shape in layout.shapes(self.layout, n, k))
         self._views = dict(zip(PARTS, (codes, scales, ((), torch.float32)), strict=True))
         self._views |= {FINE: codes} if fine else {ROW_TOP: ((n,), torch.uint8)} if w4a8 else {}
-        self.parts, self.w4a8 = tuple(self._views), w4a8
+        self.parts, self.w4a8, self.w4a4 = tuple(self._views), w4a8, w4a4
         for name, (shape, kind) in self._views.items():
             size = torch.Size(shape).numel() * kind.itemsize
             held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device="meta"), requires_grad=False)
@@ -62,18 +62,18 @@ class StoredFP4Linear(PackedLinear):
         held = {name: getattr(self, name) for name in self.parts} if parts is None else parts
         views = {name: held[name].view(kind).view(shape) for name, (shape, kind) in self._views.items()}
         codes, scales, tensor_scale = (views[name] for name in PARTS)
-        return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE), views.get(ROW_TOP))
+        return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE), views.get(ROW_TOP), self.w4a4)
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
         return self.bytes_of_packed(pack(weight_NK, self.form.name, name), name)
 
     def bytes_of_packed(self, packed: PackedTensor, name: str) -> dict[str, Tensor]:
-        """The bytes of each part of a packed weight; Unsupported where the tiled layout, or w4a8, cannot hold its
-        values."""
-        if self.w4a8:
-            check_packed(packed, name)
-        placed = place(packed, layout.is_tiled(self.layout), self.w4a8)
+        """The bytes of each part of a packed weight; Unsupported where the tiled layout, w4a8 or w4a4 cannot take
+        its values."""
+        if checks := rounding(self.w4a8, self.w4a4):
+            checks.check_packed(packed, name)
+        placed = place(packed, layout.is_tiled(self.layout), checks)
         tensors = dict(zip(self.parts, placed.tensors(), strict=True))
         return {part: tensor.contiguous().reshape(-1).view(torch.uint8) for part, tensor in tensors.items()}
 
