@@ -257,7 +257,7 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
 
 
 NAME = "vblackwell"
-_UNKNOWN = ("s_aux", "position_bias", "cache")  # no backend has sinks, or biases by position
+_UNKNOWN = ("s_aux", "position_bias", "cache", "indices")  # no backend has sinks, biases by position, or picks keys
 
 
 def why_not_dispatcher(model: nn.Module) -> str | None:
