@@ -343,7 +343,9 @@ def test_batches_are_conversations_side_by_side(folder_of, tmp_path):
     assert packed.filled > 1.5 * single.filled
     seen = []
     for row in range(len(packed)):
-        inputs, targets, places = (array[0] for array in packed.batch(np.asarray([row])))
+        *batch, starts = packed.batch(np.asarray([row]))
+        inputs, targets, places = (array[0] for array in batch)
+        assert starts.unique().tolist() == [*(places == 0).nonzero().flatten().tolist(), len(places)]
         begins = [*torch.nonzero(places == 0).flatten().tolist(), 64]
         for begin, end in zip(begins, begins[1:], strict=False):
             assert torch.equal(places[begin:end], torch.arange(end - begin))

@@ -163,6 +163,14 @@ def test_a_tokenizer_trained_in_its_own_process_is_the_one_trained_here(folder):
     assert train_tokenizer(source, 320).to_str() == tokenizer._train(tokenizer._sample(source), 320).to_str()
 
 
+def test_a_tokenizer_s_process_may_be_slow_to_read(folder, monkeypatch):
+    """It gets all of a text that no pipe holds, however often was waited before it has started."""
+    monkeypatch.setattr(tokenizer, "HEARD_S", 0.001)
+    (folder / "long.txt").write_text("more than a pipe holds " * 10_000)
+    source = find_text(folder)
+    assert train_tokenizer(source, 320).to_str() == tokenizer._train(tokenizer._sample(source), 320).to_str()
+
+
 def test_a_tokenizer_s_process_that_fails_is_named(folder, cache, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     (folder / "long.txt").write_text("more than a pipe holds " * 100_000)

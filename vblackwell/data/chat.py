@@ -32,6 +32,7 @@ from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, stored_template
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
+from vblackwell.nn.attention.documents import document_starts
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
 KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
@@ -285,7 +286,8 @@ class ChatDataset:
         return len(self._rows)
 
     def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """Inputs and targets, (B, S) int64, of the rows at ``positions``; with packing, places in conversations too."""
+        """Inputs and targets, (B, S) int64, of the rows at ``positions``; with packing, places in conversations and
+        `document_starts` too."""
         shape = (len(positions), self.seq_length)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED_TARGET, np.int64)
         places = np.zeros(shape, np.int64)
@@ -301,8 +303,8 @@ class ChatDataset:
                 places[row, at:stop] = np.arange(stop - at)
                 at = stop
             places[row, at:] = np.arange(self.seq_length - at)
-        made = (inputs, targets, places) if self.packing else (inputs, targets)
-        return tuple(torch.from_numpy(array) for array in made)
+        made = tuple(torch.from_numpy(array) for array in (inputs, targets, places))
+        return (*made, document_starts(made[2] == 0)) if self.packing else made[:2]
 
     def example(self) -> tuple[list[int], list[int]]:
         """The first conversation's tokens up to its first answer, and those of that answer."""

@@ -260,7 +260,8 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, positions: np.ndarray) -> Batch:
-        """What the loss is called with: inputs, targets and maybe positions, (B, S) int64 each."""
+        """What the loss is called with: inputs and targets, (B, S) int64; of packed rows also positions, as these, and
+        `document_starts`."""
         ...
 
 
@@ -296,7 +297,7 @@ def inspect_lines(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
     def text_of(number: int) -> str:
         return "" if number == IGNORED_TARGET else repr(tokenizer.decode([number], skip_special_tokens=False))
 
-    for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(2, len(dataset)))), strict=True)):
+    for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(2, len(dataset))))[:3], strict=True)):
         inputs, targets, *given = (array.tolist() for array in arrays)
         places = given[0] if given else range(len(inputs))
         learnt = [at for at, target in enumerate(targets) if target != IGNORED_TARGET]

@@ -9,9 +9,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +36,22 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     if vocab_size < MIN_VOCAB_SIZE:
         advice = f"give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
         raise ConfigurationError(f"vocabulary size {vocab_size} is too small: {advice}")
-    text: bytes | None = json.dumps(list(_sample(source)), ensure_ascii=False).encode()
     command, pipe = [sys.executable, "-P", "-m", __name__, str(vocab_size), str(os.getpid())], subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    # In a separate session: a signal to the group is for this process, which ends the other.
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-    ) as process:
-        try:
-            while True:
-                try:
-                    trained, complaint = process.communicate(text, HEARD_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    text = None  # what is left of it is still sent
-        finally:
-            process.kill()
+    with tempfile.TemporaryFile() as text:  # no pipe: `communicate` that is called again sends nothing more
+        text.write(json.dumps(list(_sample(source)), ensure_ascii=False).encode())
+        text.seek(0)
+        # In a separate session: a signal to the group is for this process, which ends the other.
+        with subprocess.Popen(
+            command, stdin=text, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        ) as process:
+            try:
+                while True:
+                    with suppress(subprocess.TimeoutExpired):
+                        trained, complaint = process.communicate(timeout=HEARD_S)
+                        break
+            finally:
+                process.kill()
     if process.returncode:
         last = (complaint.decode(errors="replace").splitlines() or ["no message"])[-1]
         said = f"exit code {process.returncode}: {last}; give --tokenizer, or less text or more RAM"

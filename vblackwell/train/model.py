@@ -23,7 +23,8 @@ from vblackwell.generate.causal_lm import config_json
 from vblackwell.generate.load import model_on_meta
 from vblackwell.generate.quantized import Packing
 from vblackwell.kernels.fp4.w4a8 import SUMMARY
-from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
+from vblackwell.nn.attention.backends import packs_documents, use_dispatcher, why_not_dispatcher
+from vblackwell.nn.attention.documents import runs_packed
 from vblackwell.nn.convert import training
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.convert.lora import Lora
@@ -181,9 +182,9 @@ def choose_attention(
     """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
     if packs and config.use_flash_attn:
         raise Unsupported(
-            "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add "
-            "--no-packing"
+            "--use-flash-attn fixes a backend for rows of one document, and conversations share rows: add --no-packing"
         )
+    dtype = compute_dtype or torch.float32
     allowed = training.attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
     model: Any = found.model
@@ -200,8 +201,8 @@ def choose_attention(
         # SDPA's fastest with a mask is nine times slower (docs/journal/attention.md).
         if foreign:
             cleanup.callback(use_dispatcher(model))
-        return "the dispatcher's, with a mask of documents"
-    dtype = compute_dtype or torch.float32
+        no_mask = runs_packed(device, dtype, found.heads[2]) and (not foreign or packs_documents(model))
+        return f"the dispatcher's, {'every document of a row apart' if no_mask else 'with a mask of documents'}"
     request = training.training_request(found.heads, config.seq_length, dtype, device, config.deterministic)
     if not config.use_flash_attn:
         return training.chosen_backend(request)

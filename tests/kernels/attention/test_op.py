@@ -171,9 +171,17 @@ def test_dropout_follows_torchs_generator():
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "bottom_right": True}], ids=str)
-def test_packed_sequences(options):
-    """Each as if alone; an empty one among them, and neighbours that are NaN stay theirs."""
-    lengths = [(17, 33), (0, 0), (40, 35)]
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(17, 33), (0, 0), (40, 35)],
+        [(32, 64), (0, 0), (25, 4), (0, 0)],  # ends on a tile's edge, and with an empty one
+        [(0, 0)] * 127 + [(1, 1), (33, 3), (0, 0), (23, 64)],  # more than a program loads the starts of at a time
+    ],
+    ids=["few", "edges", "many"],
+)
+def test_packed_sequences(lengths, options):
+    """Each as if alone; empty ones among them, and neighbours that are NaN stay theirs."""
     q_starts, k_starts = (
         torch.tensor([0, *torch.tensor(side).cumsum(0)], dtype=torch.int32, device=DEVICE)
         for side in zip(*lengths, strict=True)
@@ -181,7 +189,7 @@ def test_packed_sequences(options):
     tensors = [normal(57, 2, 16), normal(68, 1, 16, seed=1), normal(68, 1, 16, seed=2)]
 
     def packed(q, k, v):
-        return flash_attention_varlen(q, k, v, q_starts, k_starts, 40, 35, **options)
+        return flash_attention_varlen(q, k, v, q_starts, k_starts, **options)
 
     def alone(q, k, v):
         parts = []

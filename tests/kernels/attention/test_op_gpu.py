@@ -232,7 +232,7 @@ def test_packed():
     tensors = [normal(sum(lengths), heads, 64, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((4, 2, 2))]
 
     def packed(q, k, v):
-        return flash_attention_varlen(q, k, v, starts, starts, 1000, 1000, causal=True)
+        return flash_attention_varlen(q, k, v, starts, starts, causal=True)
 
     def alone(q, k, v):
         parts = [

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.nn.convert.test_linears import Tiny
+from tests.nn.convert.tiny_models import tiny_model
 from tests.nn.decoder.test_decoder_equality import config
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -195,6 +196,15 @@ def test_activations_with_hooks_stay():
         getattr(model[1], hook)(lambda *args: None)
         convert(model)
         assert type(model[1]) is nn.GELU, hook
+
+
+@pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
+def test_attention_that_picks_its_keys_is_refused():
+    """Where the attention is another than transformers' own, the model leaves it to this to read the picked ones."""
+    model = tiny_model("deepseek_v32")
+    convert(model, fp4_layers=None, fused=False)
+    with pytest.raises(Unsupported, match="DeepseekV32Attention attends with indices"):
+        logits(model)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2", "qwen3"])

@@ -22,6 +22,7 @@ from vblackwell.kernels.attention.device import (
     load_tile,
     load_words,
     mask_tile,
+    packed_tile,
     place_in_order,
     place_of,
     query_tile,
@@ -71,7 +72,7 @@ def query_gradient(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, sums, dq_ptr, given, list_batch, list_head, list_width, FORM: tl.constexpr
 ):
     """``sums``: of the log-sum-exps, and of what it writes."""
-    tile, which, batch = query_tile(given.order, list_batch, list_head, FORM)
+    tile, which, batch = query_tile(given, list_batch, list_head, FORM)
     kv_head = which // FORM.group
     q_start, k_start, q_len, k_len = sequence_of(batch, given, FORM)
     row0 = tile * FORM.rows
@@ -185,6 +186,8 @@ def key_gradient(
     tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if FORM.mask:
         tile, kv_head, batch = place_in_order(given.order, list_batch, list_head, FORM.group)
+    if FORM.varlen:
+        tile, batch = packed_tile(tile, given.k_starts, list_batch, FORM.columns)
     q_start, k_start, q_len, k_len = sequence_of(batch, given, FORM)
     col0 = tile * FORM.columns
     if FORM.varlen:  # noqa: SIM102 - one is decided while compiling

@@ -18,6 +18,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Numbers that only find a list: a kernel compiled anew for a 0, a 1 or a multiple of 16 among them would be no faster.
 LISTED = ("list_batch", "list_head", "list_width")
 BLOCK_LINES: tl.constexpr = tl.constexpr(16)  # of a mask, lines of a head that run at a time
+STARTS_AT_ONCE: tl.constexpr = tl.constexpr(128)  # of packed sequences, that a program loads to find its own
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -254,13 +255,29 @@ def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr):
 
 
 @triton.jit
-def query_tile(order_ptr, list_batch, list_head, FORM: tl.constexpr):
+def packed_tile(place, starts, count, SIZE: tl.constexpr):
+    """The tile that is at ``place``, and which of ``count`` packed sequences it is of: sequence i has the places from
+    starts[i] // SIZE + i on, at least one, and so at most one more than it has tiles.
+    """
+    passed = 0
+    for first in range(0, count, STARTS_AT_ONCE):
+        index = first + tl.arange(0, STARTS_AT_ONCE)
+        begins = tl.load(starts + index, index < count, other=0) // SIZE + index
+        passed += tl.sum(((begins <= place) & (index < count)).to(tl.int32), 0)
+    sequence = passed - 1
+    return place - tl.load(starts + sequence) // SIZE - sequence, sequence
+
+
+@triton.jit
+def query_tile(given, list_batch, list_head, FORM: tl.constexpr):
     """Which (tile, head, batch) a program over queries takes: the longest walks first."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if FORM.mask:
-        tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1)
+        tile, head, batch = place_in_order(given.order, list_batch, list_head, 1)
     elif FORM.has_right:
         tile = tl.num_programs(0) - 1 - tile
+    if FORM.varlen:
+        tile, batch = packed_tile(tile, given.q_starts, list_batch, FORM.rows)
     return tile, head, batch
 
 

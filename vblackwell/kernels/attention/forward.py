@@ -68,7 +68,7 @@ def _walk(acc, top, total, q, k, v, run, items, row0, head, FORM: tl.constexpr, 
 
 @triton.jit(do_not_specialize=LISTED)
 def attend(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, given, list_batch, list_head, list_width, FORM: tl.constexpr):
-    tile, which, batch = query_tile(given.order, list_batch, list_head, FORM)
+    tile, which, batch = query_tile(given, list_batch, list_head, FORM)
     kv_head = which // FORM.group
     q_start, k_start, q_len, k_len = sequence_of(batch, given, FORM)
     row0 = tile * FORM.rows

@@ -219,7 +219,7 @@ class _Call:
             TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) if known.tma and rows else x
             for x, rows in tiled
         ]
-        places = (0, 0, 0) if lists is None else lists.places
+        places = (self.batch if self.varlen else 0, 0, 0) if lists is None else lists.places
         arguments = (*tensors, *outputs, given, *places, known.form)
         queue(kernel, key, known.grid, arguments, num_warps=plan.warps, num_stages=plan.stages, **known.limits)
 
@@ -240,10 +240,11 @@ class _Call:
         numbers = Numbers(
             *self.lengths, options.left or 0, options.right or 0, options.scale, options.softcap, options.dropout
         )
+        tiles = length // tile + self.batch if self.varlen else -(-length // tile)  # as `packed_tile` finds them
         # Addresses of single rows take the registers that descriptors do not.
         return _Launch(
             tma,
-            (-(-length // tile), heads, self.batch),
+            (tiles, heads, 1 if self.varlen else self.batch),
             tuple(strides),
             (0, lse.stride(0)) if self.varlen else lse.stride()[:2],
             (0, 0, 0, 0) if mask is None else mask_strides(mask),

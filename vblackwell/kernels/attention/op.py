@@ -66,7 +66,9 @@ def flash_attention(
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
-    _check_grid(q_BNSH, q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
+    planes = 0 if mask is None else mask.shape[:-2].numel()
+    if q_BNSH.is_cuda and (reasons := grid_reasons(q_BNSH.shape[0], planes)):
+        raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
     tensors = (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed)
     return attend_dense(*tensors, causal, bottom_right, window, scale, softcap, dropout)
 
@@ -87,8 +89,6 @@ def flash_attention_varlen(
     v_TKH: Tensor,
     q_starts: Tensor,
     k_starts: Tensor,
-    max_q: int,
-    max_k: int,
     *,
     causal: bool = False,
     bottom_right: bool = False,
@@ -102,9 +102,8 @@ def flash_attention_varlen(
     """``flash_attention`` of sequences packed one after the other; returns (S, N, H), and raises the same.
 
     Args:
-        q_starts, k_starts: (B + 1,) int32 on the device, ascending: where each begins; the last is the number of rows.
-            They are not looked at.
-        max_q, max_k: the longest sequence, or more.
+        q_starts, k_starts: (B + 1,) int32 on the device, ascending from 0: where each begins; the last is the number of
+            rows. They are not looked at. Empty sequences cost a program a head and kernel.
     """
     if not (q_SNH.dim() == k_TKH.dim() == 3 and k_TKH.shape == v_TKH.shape and q_SNH.shape[-1] == k_TKH.shape[-1]):
         raise ConfigurationError(
@@ -117,8 +116,8 @@ def flash_attention_varlen(
         raise ConfigurationError("packed attention: q_starts and k_starts are (B + 1,) int32")
     check_heads(q_SNH, k_TKH, v_TKH, 1)
     check_options(q_SNH, scale, softcap, alibi_slopes_N, dropout)
-    _check_grid(q_SNH, q_starts.shape[0] - 1, 0)
-    tensors, lengths = (q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed), (q_starts, k_starts, max_q, max_k)
+    tensors = (q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed)
+    lengths = (q_starts, k_starts, q_SNH.shape[0], k_TKH.shape[0])
     return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
 
 
@@ -136,11 +135,6 @@ def grid_reasons(batch: int, mask_planes: int) -> list[str]:
     """What a launch has against so many sequences, and (S, T) planes of a mask."""
     found = ((batch, "sequences"), (mask_planes, "planes of a mask, along batch and heads"))
     return [f"{count} {what}: it takes {LARGEST_GRID}" for count, what in found if count > LARGEST_GRID]
-
-
-def _check_grid(q: Tensor, batch: int, mask_planes: int) -> None:
-    if q.is_cuda and (reasons := grid_reasons(batch, mask_planes)):
-        raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> None:

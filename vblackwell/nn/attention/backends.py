@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from vblackwell.errors import Unsupported, check_known
 from vblackwell.kernels.attention import op
 from vblackwell.kernels.runtime import registry, tuning
+from vblackwell.nn.attention.documents import Documents, mask_or_documents
 from vblackwell.nn.attention.operators import HAS_OPERATORS, Run, operator, run_math, run_sdpa
 from vblackwell.nn.attention.request import (
     PLAIN,
@@ -257,7 +258,7 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
 
 
 NAME = "vblackwell"
-_UNKNOWN = ("s_aux", "position_bias", "cache")  # no backend has sinks, or biases by position
+_UNKNOWN = ("s_aux", "position_bias", "cache", "indices")  # no backend has sinks, biases by position, or picks keys
 
 
 def why_not_dispatcher(model: nn.Module) -> str | None:
@@ -273,12 +274,18 @@ def why_not_dispatcher(model: nn.Module) -> str | None:
     return None
 
 
+def packs_documents(model: nn.Module) -> bool:
+    """Whether ``model``, one of transformers', hands on what it was given as a mask: then documents of packed rows can
+    go through `flash_attention_varlen`."""
+    return getattr(model, "_supports_flash_attn", False)
+
+
 def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None = None) -> Callable[[], None]:
     """Let one of transformers' models, which may be in a stack, attend through the dispatcher; returns what undoes it.
 
-    Its masks are those that transformers makes for SDPA. ``cached`` is the backend of passes that continue what a cache
-    holds. Raises ConfigurationError where there is no such backend, Unsupported with the reason of
-    `why_not_dispatcher`.
+    Its masks are those that transformers makes for SDPA, or `mask_or_documents`. ``cached`` is the backend of passes
+    that continue what a cache holds. Raises ConfigurationError where there is no such backend, Unsupported with the
+    reason of `why_not_dispatcher`.
     """
     check_known("attention backend", backend, ("auto", *BACKENDS))
     if reason := why_not_dispatcher(model):
@@ -291,9 +298,10 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
     cached = backend if cached is None else cached
     # Numbers, not words: transformers takes every name with "flash" in it for one of theirs.
     numbers = ["auto", *BACKENDS]
-    name = f"{NAME}-{numbers.index(backend)}-{numbers.index(cached)}"
+    packs = backend in ("auto", "triton") and packs_documents(model)
+    name = f"{NAME}-{numbers.index(backend)}-{numbers.index(cached)}{'-packed' * packs}"
     AttentionInterface.register(name, partial(_forward, backend, cached))
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask_or_documents if packs else sdpa_mask)
     made.set_attn_implementation(name)
     return lambda: made.set_attn_implementation(before)
 
@@ -305,13 +313,19 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Documents | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (B, N, S, H) and twice (B, K, T, H) to (B, S, N, H), and no weights."""
     asked = [name for name in _UNKNOWN if options.get(name) is not None]
     if asked:
         raise Unsupported(f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has")
+    scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+    scores["dropout"] = options.get("dropout", 0.0)
+    if isinstance(attention_mask, Documents):
+        if (packed_BNSH := attention_mask.attention(query, key, value, **scores)) is not None:
+            return packed_BNSH.transpose(1, 2).contiguous(), None
+        attention_mask = attention_mask.mask
     queries, keys = query.shape[2], key.shape[2]
     is_causal = options.get("is_causal")
     causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
@@ -320,7 +334,6 @@ def _forward(
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]
-    scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
-    variant = Variant(attention_mask, causal, dropout=options.get("dropout", 0.0), **scores)
+    variant = Variant(attention_mask, causal, **scores)
     out_BNSH, _ = attention(query, key, value, variant, backend if queries == keys else cached)
     return out_BNSH.transpose(1, 2).contiguous(), None

@@ -26,7 +26,8 @@ FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 
 
 def training_loss(model: nn.Module) -> Callable[..., Tensor]:
-    """What computes the mean cross entropy of input_ids, targets and perhaps positions, all (B, S) int64."""
+    """What computes the mean cross entropy of input_ids and targets, both (B, S) int64, and perhaps, of packed rows,
+    positions and `document_starts`."""
     return model if isinstance(model, Decoder) else partial(_next_token_loss, model)
 
 
@@ -54,7 +55,7 @@ def fuse(model: nn.Module) -> Conversion | None:
 
 
 def _next_token_loss(
-    model: nn.Module, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None
+    model: nn.Module, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None, *starts: Tensor
 ) -> Tensor:
     """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count. After `fuse`,
     in training, the routers' loss is added where the model's configuration says so (``output_router_logits``).

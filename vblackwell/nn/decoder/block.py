@@ -3,7 +3,7 @@
 Pre-norm (arXiv:2002.04745), SwiGLU (arXiv:2002.05202), grouped-query attention; parameters are named as in Hugging
 Face's Llama. RMSNorm rounds once, after the weight; theirs rounds to the compute dtype before it too: the same bits in
 fp32. Attention is ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends, so
-on CUDA packed documents, and prompts that continue a filled cache, go to the dispatcher.
+on CUDA prompts that continue a filled cache go to the dispatcher, and packed documents have no mask (`Documents`).
 
 B batch, S new positions, T all positions, D model width, F feed-forward width, N query, K key heads, H head width.
 """
@@ -20,6 +20,7 @@ from vblackwell.kernels.attention.decode import decode_attention
 from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm, rotary, store_rotated
 from vblackwell.nn.attention.backends import Variant, attention
+from vblackwell.nn.attention.documents import Documents
 from vblackwell.nn.attention.layer import FlashAttention, rotary_tables
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -97,9 +98,14 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head, width, bias=False)
 
     def forward(
-        self, x_BSD: Tensor | Unnormed, cos_SH: Tensor, sin_SH: Tensor, cache: Cache = None, mask: Tensor | None = None
+        self,
+        x_BSD: Tensor | Unnormed,
+        cos_SH: Tensor,
+        sin_SH: Tensor,
+        cache: Cache = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """(B, S, D); tables may be (B, S, H) too. ``mask`` (B, S, S) is what may be attended to, causality included."""
+        """(B, S, D); tables may be (B, S, H) too. ``documents``: of packed rows, whose ``mask`` is (B, S, S)."""
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         # Transposed views all the way: cuDNN and flash attention read and write them as they are.
         q_BNSH, k_BKTH, v_BKTH = (
@@ -112,17 +118,19 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
-        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, mask, cache is not None)
+        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, documents, cache is not None)
         return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
 
     def _attended(
-        self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BSS: Tensor | None, cached: bool
+        self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, documents: Documents | None, cached: bool
     ) -> Tensor:
-        if mask_BSS is not None:
+        if documents is not None:
             if self.backend is not None:
-                fixed = f"attention is fixed to {self.backend!r}, which may have none"
-                raise Unsupported(f"packed documents need a mask, and {fixed}: pack nothing, or leave the choice open")
-            mask_B1SS = mask_BSS[:, None]
+                fixed = f"attention is fixed to {self.backend!r}, which may know none"
+                raise Unsupported(f"packed documents, and {fixed}: pack nothing, or leave the choice open")
+            if (y_BNSH := documents.attention(q_BNSH, k_BKTH, v_BKTH)) is not None:
+                return y_BNSH
+            mask_B1SS = documents.mask[:, None]
             if q_BNSH.is_cuda:
                 return attention(q_BNSH, k_BKTH, v_BKTH, Variant(mask_B1SS))[0]
             if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
@@ -137,14 +145,6 @@ class SelfAttention(nn.Module):
             mask_ST = torch.ones(new, known, dtype=torch.bool, device=q_BNSH.device).tril(known - new)
         how = {"attn_mask": mask_ST, "is_causal": new == known > 1, "enable_gqa": self.grouped}
         return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, **how)
-
-
-def within_documents(positions_BS: Tensor) -> Tensor:
-    """What each token may attend to, (B, S, S): itself and what precedes it in its document, which begins at 0."""
-    document_BS = (positions_BS == 0).cumsum(1)
-    length = positions_BS.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=positions_BS.device).tril()
-    return (document_BS[:, :, None] == document_BS[:, None, :]) & causal
 
 
 class RMSNorm(nn.RMSNorm):
@@ -193,7 +193,7 @@ class DecoderLayer(nn.Module):
         cos_SH: Tensor,
         sin_SH: Tensor,
         cache: Cache = None,
-        mask_BSS: Tensor | None = None,
+        documents: Documents | None = None,
         wanted: bool = True,
         lean: bool = False,
     ) -> Tensor:
@@ -205,7 +205,7 @@ class DecoderLayer(nn.Module):
         wanted = wanted or output_is_read(self)
         # Hooks that see attention's input expect a tensor.
         rows_BSD = norm(x_BSD) if hooked(attention) else normed(x_BSD, norm, *projections, recompute=lean)
-        attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
+        attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, documents)
         if lean:
             linears, norm = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.post_attention_layernorm
             y_BSD = one_input.lean_feed_forward(attended_BSD, x_BSD, norm, mlp, linears, wanted)

@@ -20,8 +20,9 @@ from torch.types import Device
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import add_rms_norm
+from vblackwell.nn.attention.documents import Documents, document_starts, within_documents
 from vblackwell.nn.attention.layer import rotary_tables, rotary_tables_at
-from vblackwell.nn.decoder.block import DecoderLayer, KVCache, RMSNorm, SelfAttention, SteadyCache, within_documents
+from vblackwell.nn.decoder.block import DecoderLayer, KVCache, RMSNorm, SelfAttention, SteadyCache
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear.one_input import hooked
@@ -142,6 +143,7 @@ class Decoder(nn.Module):
         input_ids_BS: Tensor,
         targets_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
+        starts: Tensor | None = None,
         *,
         cache: KVCache | None = None,
     ) -> Tensor:
@@ -151,37 +153,47 @@ class Decoder(nn.Module):
             input_ids_BS: token numbers; with a cache, those that follow what it holds.
             targets_BS: for each position the token that follows.
             positions_BS: of rows of several documents: counted from 0 in each. No token attends to another document.
+            starts: where these begin, `document_starts`; where it is not given a GPU is waited for.
             cache: keys and values of earlier positions; extended by this call.
 
         Raises ConfigurationError for more positions than ``config.max_position``, or positions with a cache;
         Unsupported for positions where `use_attention` has fixed a backend.
         """
-        hidden_BSD = self.hidden(input_ids_BS, cache, positions_BS)
+        hidden_BSD = self.hidden(input_ids_BS, cache, positions_BS, starts)
         if targets_BS is None:
             return self.lm_head(hidden_BSD)
         return self._loss(hidden_BSD.flatten(0, 1), targets_BS.flatten())
 
-    def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        input_ids_BS: Tensor,
+        cache: KVCache | None = None,
+        positions_BS: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """The final norm's output (B, S, D), which the head turns into logits."""
         start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
         if start + length > (limit := self.config.max_position):
             wrong = f"a sequence of {start + length} tokens: this model's limit is {limit}"
             raise ConfigurationError(f"{wrong}; shorten it")
         x_BSD = self.model.embed_tokens(input_ids_BS)
-        mask_BSS, shape = None, (self.config.head_dim, self.config.rope_theta)
+        documents, shape = None, (self.config.head_dim, self.config.rope_theta)
         if positions_BS is None:
             tables = rotary_tables(start, length, *shape, x_BSD.device)
         elif cache is not None:
             raise ConfigurationError("positions of packed documents, and a cache: give one document at a time")
         else:
-            tables, mask_BSS = rotary_tables_at(positions_BS, *shape), within_documents(positions_BS)
+            tables = rotary_tables_at(positions_BS, *shape)
+            starts = document_starts(positions_BS == 0) if starts is None else starts
+            if not x_BSD.is_cuda or starts.shape[0] - 1 > x_BSD.shape[0]:  # else one a row: causal, faster, other bits
+                documents = Documents(starts, partial(within_documents, positions_BS))
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for layer in self.layers:
             if recompute:
-                lean = _twice(partial(layer, mask_BSS=mask_BSS, lean=True))
+                lean = _twice(partial(layer, documents=documents, lean=True))
                 x_BSD = checkpoint(lean, x_BSD, *tables, modules=(layer,))
             else:
-                x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
+                x_BSD = layer(x_BSD, *tables, cache, documents=documents)
         if cache is not None:
             cache.length += length
         return self.model.norm(x_BSD)
