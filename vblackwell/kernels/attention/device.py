@@ -43,6 +43,14 @@ class Form(NamedTuple):
     tma: bool  # tiles come by tensor descriptors
     ends: bool  # a mask's tiles may have visible places beyond the last key
     even: bool  # no tile of keys reaches beyond the last one
+    paged: bool = False  # keys lie in pages, and rows of a tile are the query heads of a group, query after query
+    page: int = 0  # keys of a page, where a tile may take several; 0: a tile lies in one
+    chunk: int = 0  # tiles of keys that are added up on their own and then merged; 0: all
+
+    @property
+    def queries(self) -> int:
+        """Most queries that a tile has rows of, from its first on."""
+        return (self.rows + self.group - 2) // self.group + 1 if self.paged else self.rows
 
     @property
     def plain(self) -> bool:
@@ -71,6 +79,8 @@ Given = namedtuple(
 Numbers = namedtuple("Numbers", "q_length k_length left right scale softcap dropout")
 # Rows of one head, by address or by the descriptor of all heads.
 Rows = namedtuple("Rows", "source stride batch head length")
+# Where a request's keys lie: the page of each ``size`` positions, and the stride of pages.
+Pages = namedtuple("Pages", "table size stride")
 # What a program knows of the head that it works on; the last two are strides.
 Head = namedtuple(
     "Head", "q_len k_len offset left right scale softcap slope seed dropout dropout_head mask mask_row mask_col"
@@ -152,6 +162,18 @@ def load_tile(rows, start, COUNT: tl.constexpr, FORM: tl.constexpr, CHECK: tl.co
         return rows.source.load([rows.batch, rows.head, start, 0]).reshape(COUNT, FORM.width)
     else:
         return load_rows(rows, start, COUNT, FORM, CHECK)
+
+
+@triton.jit
+def paged_rows(rows, pages, start, FORM: tl.constexpr):
+    """``rows``, for a tile of keys from ``start`` on, at the addresses of the pages that have them."""
+    position, size = start, pages.size
+    if FORM.page:
+        position, size = (start + tl.arange(0, FORM.columns))[:, None], FORM.page
+    page = tl.load(pages.table + position // size, position < rows.length, other=0)
+    step = tl.cast(position % size, tl.int64) - position
+    source = rows.source + (page.to(tl.int64) * pages.stride + step * rows.stride)
+    return Rows(source, rows.stride, rows.batch, rows.head, rows.length)
 
 
 @triton.jit
@@ -351,9 +373,9 @@ def column_tiles(row0, head, FORM: tl.constexpr):
     whole_first, whole_end = 0, head.k_len // FORM.columns
     if FORM.has_left:
         first = tl.maximum(row0 + head.offset - head.left, 0) // FORM.columns
-        whole_first = tl.cdiv(tl.maximum(row0 + FORM.rows - 1 + head.offset - head.left, 0), FORM.columns)
+        whole_first = tl.cdiv(tl.maximum(row0 + FORM.queries - 1 + head.offset - head.left, 0), FORM.columns)
     if FORM.has_right:
-        end = tl.minimum(end, tl.cdiv(tl.maximum(row0 + FORM.rows + head.offset + head.right, 0), FORM.columns))
+        end = tl.minimum(end, tl.cdiv(tl.maximum(row0 + FORM.queries + head.offset + head.right, 0), FORM.columns))
         whole_end = tl.minimum(whole_end, tl.maximum(row0 + head.offset + head.right + 1, 0) // FORM.columns)
     return _runs(first, whole_first, whole_end, end)
 

@@ -19,6 +19,7 @@ from vblackwell.kernels.attention.device import (
     listed_tiles,
     load_tile,
     mask_tile,
+    paged_rows,
     place_of,
     query_tile,
     rows_of,
@@ -30,9 +31,23 @@ from vblackwell.kernels.attention.device import (
 
 
 @triton.jit
-def _walk(acc, top, total, q, k, v, run, items, row0, head, FORM: tl.constexpr, EDGES: tl.constexpr):
+def merged(sums, tops, masses, acc, top, total):
+    """Two parts of the keys in one: sums of values, top scores and sums of weights; exact where one saw nothing."""
+    higher = tl.maximum(tops, top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    old, new = tl.exp2(tops - base), tl.exp2(top - base)
+    # fma, which the compiler might use in one kernel and not in another
+    return tl.fma(sums, old[:, None], acc * new[:, None]), higher, tl.fma(masses, old, total * new)
+
+
+@triton.jit
+def walk(acc, top, total, earlier, q, k, v, run, items, row0, head, FORM: tl.constexpr, EDGES: tl.constexpr):
+    """Weighted sum of values, top scores and sums of weights after the tiles of ``run``, and of chunks ``earlier`` than
+    the last where the form has chunks; ``items``: of a mask's list, or `Pages`."""
     begin, end = run
     row = (row0 + tl.arange(0, FORM.rows))[:, None]
+    if FORM.paged:
+        row = row // FORM.group
     LISTED_TILES: tl.constexpr = FORM.mask != 0 and EDGES
     tile = 0
     if LISTED_TILES:
@@ -43,9 +58,19 @@ def _walk(acc, top, total, q, k, v, run, items, row0, head, FORM: tl.constexpr, 
             tile = tl.load(items + index + 1)  # the list has a spare entry
         else:
             start = index * FORM.columns
+        if FORM.chunk:  # noqa: SIM102 - one is decided while compiling
+            if index % FORM.chunk == 0:  # nothing to merge yet is merged exactly
+                sums, tops, masses = earlier
+                earlier = merged(sums, tops, masses, acc, top, total)
+                acc = tl.zeros(acc.shape, acc.dtype)
+                top = tl.full(top.shape, float("-inf"), top.dtype)
+                total = tl.zeros(total.shape, total.dtype)
         col = (start + tl.arange(0, FORM.columns))[None, :]
         values, words = mask_tile(head, row0, start, row, col, FORM, EDGES)
-        k_tile = load_tile(k, start, FORM.columns, FORM, EDGES)
+        k_rows, v_rows = k, v
+        if FORM.paged:
+            k_rows, v_rows = paged_rows(k, items, start, FORM), paged_rows(v, items, start, FORM)
+        k_tile = load_tile(k_rows, start, FORM.columns, FORM, EDGES)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=FORM.precision)
         if FORM.plain and FORM.mask == 2 and EDGES:
             # Not a plain sum: it would become the product's start, whose loads are not fetched ahead.
@@ -59,11 +84,11 @@ def _walk(acc, top, total, q, k, v, run, items, row0, head, FORM: tl.constexpr, 
         total = total * shrink + tl.sum(p, 1)
         if FORM.dropout:
             p = tl.where(dropout_keep(head, row, col), p, 0.0)
-        v_tile = load_tile(v, start, FORM.columns, FORM, EDGES)
+        v_tile = load_tile(v_rows, start, FORM.columns, FORM, EDGES)
         acc = acc * shrink[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, out_dtype=acc.dtype, input_precision=FORM.precision)
         top = new_top
-    return acc, top, total
+    return acc, top, total, earlier
 
 
 @triton.jit(do_not_specialize=LISTED)
@@ -100,7 +125,9 @@ def attend(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, given, list_batch, list_head, 
         runs = column_tiles(row0, head, FORM)
     for part in tl.static_range(3):
         if FORM.key_runs[part]:
-            acc, top, total = _walk(acc, top, total, q_values, k, v, runs[part], items, row0, head, FORM, part != 1)
+            acc, top, total, _ = walk(
+                acc, top, total, (), q_values, k, v, runs[part], items, row0, head, FORM, part != 1
+            )
 
     empty = total == 0.0
     rest = 1.0 / (1.0 - head.dropout) if FORM.dropout else 1.0

@@ -91,6 +91,22 @@ _SINGLE = {
     256: (P(16, 16, 8, 1), P(16, 16, 8, 1), P(16, 16, 8, 1)),
 }
 
+# Keys in pages (paged.py): plans of requests of one query and of the others. Both must add up a row in one order: they
+# have the same columns, and differ only where Triton puts the warps of both one below the other (with wgmma, and with
+# mma.sync where rows are not fewer than the head's width). Not timed yet.
+_PAGED = {
+    (LARGE, 64): (P(64, 64, 4, 3), P(128, 64, 8, 3)),
+    (LARGE, 128): (P(64, 64, 4, 3), P(128, 64, 8, 3)),
+    (LARGE, 256): (P(64, 64, 8, 2),) * 2,
+    (MEDIUM, 64): (P(64, 64, 4, 3), P(128, 64, 8, 2)),
+    (MEDIUM, 128): (P(64, 64, 4, 2),) * 2,
+    (MEDIUM, 256): (P(64, 32, 8, 2),) * 2,
+    (SMALL, 64): (P(64, 64, 4, 2), P(128, 64, 8, 2)),
+    (SMALL, 128): (P(64, 32, 4, 2),) * 2,
+    (SMALL, 256): (P(32, 32, 8, 2),) * 2,
+}
+CHUNK = 512  # keys of a row that are added up on their own, before they are merged with those before
+
 
 def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
     """The plan of ``kernel``; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
@@ -101,6 +117,14 @@ def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str
         key = (next((size for size in (LARGE, MEDIUM) if shared_bytes >= size), SMALL), width)
         plans = _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
     return plans[KERNELS.index(kernel)]
+
+
+def paged_plans(head: int, itemsize: int, shared_bytes: int) -> tuple[AttentionPlan, AttentionPlan]:
+    """Plans over keys in pages, of requests of one query and of the others."""
+    width = max(64, padded_head(head))
+    if itemsize != 2:
+        return _SINGLE[width][0], _SINGLE[width][0]
+    return _PAGED[next((size for size in (LARGE, MEDIUM) if shared_bytes >= size), SMALL), width]
 
 
 def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str) -> AttentionPlan | None:
