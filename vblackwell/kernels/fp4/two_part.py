@@ -150,6 +150,5 @@ def two_part_linear(
     """``activation(x W^T + bias)`` with ``W`` the sum of its parts: those of a `PackedTensor` (format 'nvfp4') or of
     ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest, and what is raised, as for ``fp4_linear``."""
     _check(codes, fine, format)
-    linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)
     return linear.run_rows("two_part_linear", LINEAR, x_MK, format, n, k, weight, bias, activation)
