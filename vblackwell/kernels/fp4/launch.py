@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import H200, MMA_FILES, Gpu, MmaPlan, ceil_div, launch_bytes, round_up
+from vblackwell.kernels.fp4.mma_plan import H200, MMA_FILES, Gpu, MmaPlan, ceil_div, launch_bytes
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime import counters
@@ -41,12 +41,9 @@ class Given(NamedTuple):
         return cls((*x.shape[:-1], n, x.shape[-1]), x.dtype, activation, len(weight), x.device)
 
 
-def aligned(x_MK: Tensor) -> tuple[Tensor, int]:
-    """x with rows of a multiple of 16 bytes, and their length: copies only where K is not a multiple of 8."""
-    k = x_MK.shape[1]
-    if k % 8 == 0 and x_MK.data_ptr() % 16 == 0:
-        return x_MK, k
-    return torch.nn.functional.pad(x_MK, (0, -k % 8)).contiguous(), k + -k % 8
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous ``x`` from a multiple of 16 bytes on: a copy of a view that begins elsewhere."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
@@ -78,13 +75,13 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
     the type of x, and epsilon as well, and takes the RMSNorm of the rows on the way, of K a multiple of 8 and a weight
     in one part; two parts take bf16 rows."""
     shape, dtype, activation, weight_tensors, device = given
-    *rows, n, given_k = shape
-    m, k, y_shape = math.prod(rows), round_up(given_k, 8), (*rows, n)
+    *rows, n, k = shape
+    m, y_shape, unaligned = math.prod(rows), (*rows, n), k % 8 > 0
     if k % 64:
         plan = replace(plan, chunk=0)
     if norm and not plan.chunk and plan.threads & (plan.threads - 1):
         raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
-    macros = plan.macros(dtype == torch.float16, (out_dtype or dtype) == torch.float32, norm)
+    macros = plan.macros(dtype == torch.float16, (out_dtype or dtype) == torch.float32, norm, unaligned)
     columns, blocks, meeting = ceil_div(n, 32 * plan.row_warps), ceil_div(m, plan.tokens), plan.k_blocks > 1
     grid = (columns, plan.splits * plan.k_blocks, blocks)
     shared_bytes = plan.shared_bytes(k, norm)
@@ -102,10 +99,8 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
 
     def run(x_MK: Tensor, weight: Weight, bias: Tensor | None, *gain_and_eps: Any) -> Tensor:
         y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)
-        x_at = x_MK.data_ptr()
-        if k != given_k or x_at % 16:
-            x_MK, _ = aligned(x_MK.view(m, given_k))
-            x_at = x_MK.data_ptr()
+        if not unaligned:
+            x_MK = aligned(x_MK)
         if bias is not None:
             bias = like(bias, x_MK)
         after = (0 if bias is None else bias.data_ptr(), y_MN.data_ptr())
@@ -113,11 +108,11 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
             gain_K, eps = gain_and_eps
             after = (*after, gain_K.data_ptr(), float_bits(eps))
         if not meeting:
-            queue((x_at,), weight, after)
+            queue((x_MK.data_ptr(),), weight, after)
             return y_MN
         sums = x_MK.new_empty(left_sums, dtype=torch.float32)
         with counters.zeroed(columns * blocks, device) as (now, stale, stale_count):
-            queue((x_at,), weight, (*after, sums.data_ptr(), now.data_ptr(), stale.data_ptr(), stale_count))
+            queue((x_MK.data_ptr(),), weight, (*after, sums.data_ptr(), now.data_ptr(), stale.data_ptr(), stale_count))
         return y_MN
 
     return run
@@ -145,8 +140,8 @@ def prepare_wgmma(plan: WgmmaPlan, given: Given, out_dtype: torch.dtype | None =
     """``fp4_wgmma``, and its tail if any, after ``swizzle_x`` for the tokens of either; ``out_dtype`` may be fp32, else
     the type of x."""
     shape, dtype, activation, weight_tensors, device = given
-    *rows, n, given_k = shape
-    m, k, y_shape = math.prod(rows), round_up(given_k, 8), (*rows, n)
+    *rows, n, k = shape
+    m, y_shape = math.prod(rows), (*rows, n)
     windows, fp16, out32 = ceil_div(k, 64), dtype == torch.float16, (out_dtype or dtype) == torch.float32
     parts = launches(plan, m, n, processors(device))
     swizzled = {tokens: ceil_div(m, tokens) * windows * tokens * 128 for tokens in {rows.plan.tokens for rows in parts}}
@@ -169,13 +164,9 @@ def prepare_wgmma(plan: WgmmaPlan, given: Given, out_dtype: torch.dtype | None =
 
     def run(x_MK: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         y_MN = x_MK.new_empty(*y_shape) if out_dtype is None else x_MK.new_empty(*y_shape, dtype=out_dtype)
-        x_at = x_MK.data_ptr()
-        if k != given_k or x_at % 16:
-            x_MK, _ = aligned(x_MK.view(m, given_k))
-            x_at = x_MK.data_ptr()
         if bias is not None:
             bias = like(bias, x_MK)
-        queue((x_at,), weight, (0 if bias is None else bias.data_ptr(), y_MN.data_ptr()))
+        queue((x_MK.data_ptr(),), weight, (0 if bias is None else bias.data_ptr(), y_MN.data_ptr()))
         return y_MN
 
     return run

@@ -96,9 +96,12 @@ class MmaPlan:
                 f" splits that divide {8 * self.row_warps}, a token's outputs by fours"
             )
 
-    def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
+    def macros(
+        self, fp16: bool = False, out32: bool = False, norm: bool = False, unaligned: bool = False
+    ) -> dict[str, int]:
         names = "tokens", "row_warps", "k_warps", "splits", "prefetch", "min_blocks", "chunk", "x_stages", "k_blocks"
         flags = {"FP16": fp16, "OUT32": out32, "NORM": norm, "BULK": self.chunk > 0, "PARTS": False}
+        flags["UNALIGNED"] = unaligned
         macros = {name.upper(): getattr(self, name) for name in names} | {"PASS_TOKENS": min(self.tokens, 16)}
         return macros | {name: int(on) for name, on in flags.items()}
 

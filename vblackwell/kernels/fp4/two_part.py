@@ -34,8 +34,10 @@ class TwoPartPlan(MmaPlan):
         if self.chunk % self.k_warps:
             raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
 
-    def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
-        return super().macros(fp16, out32, norm) | {"PARTS": 1}
+    def macros(
+        self, fp16: bool = False, out32: bool = False, norm: bool = False, unaligned: bool = False
+    ) -> dict[str, int]:
+        return super().macros(fp16, out32, norm, unaligned) | {"PARTS": 1}
 
     def shared_bytes(self, k: int, norm: bool = False) -> int:
         windows, count = self.chunks(k)

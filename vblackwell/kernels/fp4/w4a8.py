@@ -199,7 +199,7 @@ def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
 def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of an FP8 matmul in one launch: `quantize_rows` of x; the weight (N, K) as E4M3, each row relative
     to its largest scale, which becomes 2^6, and its (1, N) fp32 scales. K is a multiple of 16."""
-    x_MK, _ = aligned(x_MK)
+    x_MK = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
     q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
     w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
@@ -239,7 +239,7 @@ def _fused_slower(request: Request) -> list[str]:
 def _fused(
     x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str, row_top: Tensor
 ) -> Tensor:
-    x_MK, _ = aligned(x_MK)
+    x_MK = aligned(x_MK)
     plan = plan_w4a8(request.m, request.n, request.k, processors(x_MK.device))
     return run_w4a8(plan, x_MK, (*weight, row_top), like(bias, x_MK), activation, request.n, request.k)
 
