@@ -65,6 +65,8 @@ ONE_TYPE = [  # nothing in which halves differ
     (MmaPlan(8, 1, 2, 1, 2), 5, 33, 262),
     (WgmmaPlan(32, 1, 1, 4, 2), 20, 40, 333),
     (WgmmaPlan(48, 1, 2, 6, 2), 45, 70, 402),
+    # Four blocks that share tokens by an odd number of eights.
+    (WgmmaPlan(96, 1, 4, 8, 2, k_groups=4), 90, 40, 1032),
 ]
 # Each in one type, in turns; in the other one with what is slow.
 CASES = [pytest.param(*case, HALVES[place % 2]) for place, case in enumerate(MMA + WGMMA)]
