@@ -39,6 +39,7 @@ MMA = [
     (MmaPlan(16, 2, 4, 1, 2, x_bytes=32 * 1024, k_blocks=8), [(40, 4096, 14336), (13, 33, 4104)]),
     # Rows that begin anywhere
     (MmaPlan(2, 1, 16, 1, 4), [(2, 1600, 1443), (1, 31, 1027)]),
+    (MmaPlan(16, 1, 8, 2, 4, chunk=32, x_stages=1), [(31, 704, 1280), (32, 1000, 1024)]),  # two columns of blocks
     (MmaPlan(16, 2, 8, 2, 4), [(13, 1280, 4969), (7, 130, 1102), (40, 33, 1039)]),
 ]
 WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks

@@ -19,6 +19,7 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
     (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
     (MmaPlan(16, 2, 2, 2, 2, chunk=4, x_stages=2), 11, 70, 1088),
     (MmaPlan(4, 1, 3, 1, 2, chunk=6, x_stages=2), 3, 33, 960),
+    (MmaPlan(16, 1, 2, 2, 2, chunk=8, x_stages=2), 31, 40, 1088),  # two columns of blocks
     (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 5, 40, 1600),  # a separate first round, stages that come round
 ]
 WGMMA = [
