@@ -122,14 +122,14 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# What `torch.cuda.caching_allocator_alloc` and `_delete` call, which ask for the GPU and the stream again.
 def allocate(num_bytes: int, stream: int) -> int:
-    """The address of so many bytes of the current GPU, for work on ``stream`` alone, until `free`."""
-    return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)  # pyright: ignore[reportAttributeAccessIssue]
+    """The address of so many bytes of the current GPU, for work on ``stream`` alone, until `free`: what
+    ``torch.cuda.caching_allocator_alloc`` does once it knows the GPU and the stream."""
+    return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)
 
 
 def free(address: int) -> None:
-    torch._C._cuda_cudaCachingAllocator_raw_delete(address)  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._cuda_cudaCachingAllocator_raw_delete(address)
 
 
 Grid = tuple[int, int, int]
