@@ -234,7 +234,7 @@ def bench_processors(args: argparse.Namespace) -> None:
             tell(f"{processors} multiprocessors", f"cuBLAS bf16 of 8192^3 does {tera:.0f} TFLOP/s")
             cells = itertools.product(args.shapes, args.rows)
             plans = {(n, k, m): mma_plan.plan_mma(m, n, k, gpu) for (n, k), m in cells}
-            ahead = {source for (n, _, m), plan in plans.items() for source in sources(plan, m, n)}
+            ahead = {source for (n, k, m), plan in plans.items() for source in sources(plan, m, n, k)}
             with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
                 list(pool.map(compile_for, ahead))
             for n, k in args.shapes:

@@ -54,7 +54,7 @@ def parse_cells(text: str) -> list[Cell]:
 
 def cell_sources(m: int, n: int, k: int) -> list[Source]:
     """What the plans of a cell run."""
-    return [source for plan in plans(m, n, k, gpu()) for source in sources(plan, m, n)]
+    return [source for plan in plans(m, n, k, gpu()) for source in sources(plan, m, n, k)]
 
 
 def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int) -> bool:

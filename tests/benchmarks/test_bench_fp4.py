@@ -83,7 +83,6 @@ def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
 
     def kernel(files, entry, macros, device):
         asked.add((files, tuple(macros.items())))
-        return SimpleNamespace(launcher=lambda *_: SimpleNamespace(queue=None))
 
     for module in (launch, linear):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
@@ -91,6 +90,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch):
         monkeypatch.setattr(linear, prepare, getattr(launch, prepare).__wrapped__)
     monkeypatch.setattr(launch, "processors", lambda device: H200.processors)
     monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(launch, "Chain", lambda *_: SimpleNamespace(queue=None))
     monkeypatch.setattr(nvrtc, "why_not", lambda: [])
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     seen = set()

@@ -212,8 +212,7 @@ def linear(
 
     It starts as NaN.
     """
-    x_MK, k = fp4_launch.aligned(x_MK)
-    m = x_MK.shape[0]
+    m, k = x_MK.shape
     if isinstance(plan, MmaPlan) and k % 64:
         plan = replace(plan, chunk=0)
     y_MN = torch.full((m, n), torch.nan, dtype=x_MK.dtype if rounded else torch.float32)
@@ -225,7 +224,8 @@ def linear(
         args = [x_MK, *args, *plan.chunks(k), gain_K, eps, *grid]
         _call(mma_plan.MMA_FILES, plan.macros(fp16, True, True), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
-        macros, main = plan.macros(fp16, not rounded), _MMA_MAIN if plan.k_blocks == 1 else _K_BLOCKS_MAIN
+        macros = plan.macros(fp16, not rounded, unaligned=k % 8 > 0)
+        main = _MMA_MAIN if plan.k_blocks == 1 else _K_BLOCKS_MAIN
         _call(mma_plan.MMA_FILES, macros, main, _mma_call(plan, x_MK, args))
     else:
         for rows in wgmma_plan.launches(plan, m, n, processors):

@@ -30,6 +30,10 @@ DEVICE u32 load_shared_word(u32 at) { u32 v; memcpy(&v, shared_at(running->rank,
 DEVICE uint4 load_shared(u32 at) { uint4 v; memcpy(&v, shared_at(running->rank, at, 16), 16); return v; }
 DEVICE void store_shared(u32 at, uint4 v) { memcpy(shared_at(running->rank, at, 16), &v, 16); }
 DEVICE void store_streaming(void* p, uint4 v) { memcpy(p, &v, 16); }
+DEVICE u32 load_pair(const u16* row, int k, int K) {
+    const u32 low = row[min(k, K - 1)], high = row[min(k + 1, K - 1)];
+    return (k < K ? low : 0) | (k + 1 < K ? high << 16 : 0);
+}
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory()); }
 DEVICE void copy_async(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 16); }
 DEVICE void copy_async_word(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 4); }

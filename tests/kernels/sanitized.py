@@ -324,22 +324,23 @@ def launches() -> Iterator[set[str]]:
     found: set[str] = set()
     patched: list[tuple[Any, str, Any]] = []
 
-    def note(owner: Any, method: str, name_of: Callable[[Any], str]) -> None:
+    def note(owner: Any, method: str, names_of: Callable[[Any], list[str]]) -> None:
         real = getattr(owner, method)
 
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found.add(name_of(self))
+            found.update(names_of(self))
             return real(self, *args, **kwargs)
 
         patched.append((owner, method, real))
         setattr(owner, method, noted)
 
-    def triton_name(kernel: Any) -> str:
-        return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+    def triton_name(kernel: Any) -> list[str]:
+        return [f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"]
 
     note(triton.runtime.JITFunction, "run", triton_name)
     note(interpreter.GridExecutor, "__call__", triton_name)
-    note(launch.Launcher, "__call__", lambda launcher: launcher.kernel.entry)
+    note(launch.Launcher, "__call__", lambda launcher: [launcher.kernel.entry])
+    note(launch.Chain, "queue", lambda chain: [each.kernel.entry for each in chain.launches])
     try:
         yield found
     finally:

@@ -58,8 +58,8 @@ def linear_sources(product: Product) -> list[Source]:
     if here.capability != (9, 0):
         return []
     if mma_plan.mma_is_faster(*problem):
-        return sources(mma_plan.plan_mma(*problem), m, n)
-    return sources(wgmma_plan.plan_wgmma(*problem), m, n) if wgmma_plan.wgmma_beats_dequantize(*problem) else []
+        return sources(mma_plan.plan_mma(*problem), *problem[:3])
+    return sources(wgmma_plan.plan_wgmma(*problem), *problem[:3]) if wgmma_plan.wgmma_beats_dequantize(*problem) else []
 
 
 def case_line(product: Product, rows: Iterable[dict[str, Any]]) -> str:

@@ -55,10 +55,10 @@ def ampere(processors: int) -> Gpu:
     return gpu()._replace(capability=(8, 0), processors=processors)
 
 
-def sources(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[Source]:
+def sources(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int) -> list[Source]:
     """What a plan runs for rows of bf16."""
     if isinstance(plan, MmaPlan):
-        return [(mma_plan.MMA_FILES, tuple(plan.macros(False).items()))]
+        return [(mma_plan.MMA_FILES, tuple(plan.macros(unaligned=k % 8 > 0).items()))]
     parts = wgmma_plan.launches(plan, m, n, gpu().processors)
     return [(wgmma_plan.WGMMA_FILES, tuple(rows.plan.macros(False).items())) for rows in parts]
 

@@ -37,6 +37,10 @@ MMA = [
     (MmaPlan(64, 8, 1, 1, 2, x_bytes=32 * 1024), [(256, 8192, 8192), (130, 300, 520)]),
     (MmaPlan(64, 4, 2, 1, 2, x_bytes=32 * 1024, k_blocks=3), [(64, 4096, 4096), (200, 130, 520)]),
     (MmaPlan(16, 2, 4, 1, 2, x_bytes=32 * 1024, k_blocks=8), [(40, 4096, 14336), (13, 33, 4104)]),
+    # Rows that begin anywhere
+    (MmaPlan(2, 1, 16, 1, 4), [(2, 1600, 1443), (1, 31, 1027)]),
+    (MmaPlan(16, 1, 8, 2, 4, chunk=32, x_stages=1), [(31, 704, 1280), (32, 1000, 1024)]),  # two columns of blocks
+    (MmaPlan(16, 2, 8, 2, 4), [(13, 1280, 4969), (7, 130, 1102), (40, 33, 1039)]),
 ]
 WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks
     *[
@@ -79,7 +83,9 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(112, 3, 1, 6), [(200, 11008, 4096), (250, 130, 200)]),
     (WgmmaPlan(176, 2, 1, 4), [(1024, 2560, 6912), (250, 130, 200)]),
     (WgmmaPlan(208, 1, 1, 6, k_groups=2), [(1000, 1000, 1000), (250, 130, 200)]),
-    (WgmmaPlan(48, 1, 1, 8, k_groups=2, windows_per_step=2), [(40, 4096, 4096), (47, 130, 520)]),
+    (WgmmaPlan(48, 1, 1, 8, k_groups=2, windows_per_step=2), [(40, 4096, 4096), (47, 130, 520), (45, 4032, 939)]),
+    (WgmmaPlan(64, 1, 4, 16, k_groups=4, windows_per_step=2), [(43, 1216, 26496), (64, 130, 2202)]),
+    (WgmmaPlan(96, 1, 4, 8, k_groups=4), [(71, 927, 27648), (200, 130, 1103)]),
     (WgmmaPlan(256, 2, 1, 4, tail=WgmmaPlan(256, 1, 1, 6, k_groups=2)), [(1000, 14336, 512), (1024, 6144, 4096)]),
     (WgmmaPlan(256, 2, 1, 4, tail=WgmmaPlan(176, 2, 1, 4)), [(1024, 11008, 4096)]),
     (WgmmaPlan(256, 2, 1, 4, tail=WgmmaPlan(256, 1, 2, 4, k_groups=2)), [(1024, 5120, 13824)]),

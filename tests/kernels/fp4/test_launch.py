@@ -19,6 +19,7 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
     (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
     (MmaPlan(16, 2, 2, 2, 2, chunk=4, x_stages=2), 11, 70, 1088),
     (MmaPlan(4, 1, 3, 1, 2, chunk=6, x_stages=2), 3, 33, 960),
+    (MmaPlan(16, 1, 2, 2, 2, chunk=8, x_stages=2), 31, 40, 1088),  # two columns of blocks
     (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 5, 40, 1600),  # a separate first round, stages that come round
 ]
 WGMMA = [
@@ -59,6 +60,14 @@ ONE_TYPE = [  # nothing in which halves differ
     (MmaPlan(16, 2, 2, 1, 2, x_bytes=8192, k_blocks=3), 40, 70, 1600),
     (MmaPlan(4, 1, 4, 1, 2, k_blocks=4), 6, 40, 840),
     (MmaPlan(64, 1, 2, 1, 1, x_bytes=32768, k_blocks=2), 50, 33, 700),
+    # Rows that begin at any half: at every other one, or all at words; in chunks, too.
+    (MmaPlan(4, 1, 4, 1, 2), 3, 40, 519),
+    (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1003),
+    (MmaPlan(8, 1, 2, 1, 2), 5, 33, 262),
+    (WgmmaPlan(32, 1, 1, 4, 2), 20, 40, 333),
+    (WgmmaPlan(48, 1, 2, 6, 2), 45, 70, 402),
+    # Four blocks that share tokens by an odd number of eights.
+    (WgmmaPlan(96, 1, 4, 8, 2, k_groups=4), 90, 40, 1032),
 ]
 # Each in one type, in turns; in the other one with what is slow.
 CASES = [pytest.param(*case, HALVES[place % 2]) for place, case in enumerate(MMA + WGMMA)]

@@ -71,12 +71,11 @@ def bf16_weight(parts, n: int, k: int) -> torch.Tensor:
 
 
 def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
-    x_MK, k = fp4_launch.aligned(x_MK)
-    m = x_MK.shape[0]
+    m, k = x_MK.shape
     y_MN = torch.full((m, n), torch.nan)
     grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
     args = [x_MK, *tiled, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), *grid]
-    emulation._call(MMA_FILES, plan.macros(out32=True), MAIN, args)
+    emulation._call(MMA_FILES, plan.macros(out32=True, unaligned=k % 8 > 0), MAIN, args)
     return y_MN
 
 

@@ -96,6 +96,13 @@ class Driver:
         self.loads: list[int] = []
         self.queued: list[tuple[int | None, list[int]]] = []  # stream and parameters of each launch
         self.grids: list[tuple[int, ...]] = []
+        self.scratch: list[int] = []  # addresses that are not given back
+        self.scratch_bytes = 0  # of the last of them
+
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        self.scratch_bytes = num_bytes
+        self.scratch.append(1 << 40)
+        return self.scratch[-1]
 
     def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -103,6 +110,9 @@ class Driver:
 
     def cuModuleLoadData(self, module, cubin) -> int:  # noqa: N802
         self.loads.append(self.mode)
+        return 0
+
+    def cuGetErrorString(self, result, text) -> int:  # noqa: N802
         return 0
 
     def cuModuleGetFunction(self, function, module, entry) -> int:  # noqa: N802
@@ -143,6 +153,8 @@ def driver(monkeypatch, capturing):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
     monkeypatch.setattr(launch, "raw_stream", lambda device_index: 0)
+    monkeypatch.setattr(launch, "allocate", found.allocate)
+    monkeypatch.setattr(launch, "free", found.scratch.remove)
     forget_prepared()
     return found
 
@@ -228,8 +240,26 @@ def test_each_launch_of_a_tail_reads_rows_swizzled_for_its_tokens(driver):
         *swizzles, whole, tail = [values for _, values in driver.queued]
         assert [(values[0], *values[2:]) for values in swizzles] == [(x.data_ptr(), 128, k)] * len({128, tokens})
         assert whole == [swizzles[0][1], *at] and tail == [swizzles[-1][1], *at]
-        assert len({values[1] for values in swizzles}) == len(swizzles)
+        ends = {values[1] for values in swizzles}
+        assert len(ends) == len(swizzles) and min(ends) == 1 << 40
+        assert driver.scratch_bytes == 128 * k * 2 * len(swizzles) and not driver.scratch, "not given back"
         assert driver.grids[-2:] == [(132, 1, 1), (16, 1, 128 // tokens)]
+
+
+def test_launches_that_follow_each_other_change_streams_together_and_leave_no_memory(driver, monkeypatch):
+    n, k = 64, 128
+    weight, x = random_weight("mxfp4", n, k)[1], torch.randn(64, k).bfloat16()
+    run = lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k, H200), x, weight, None, "none", n)  # noqa: E731
+    for stream in (0, 7, 7, 0):
+        monkeypatch.setattr(launch, "raw_stream", lambda device_index, stream=stream: stream)
+        run()
+    assert [stream or 0 for stream, _ in driver.queued] == [0, 0, 7, 7, 7, 7, 0, 0]
+    assert driver.overlapped == [False] + [True] * 7
+    results = iter([0, 719])  # CUDA_ERROR_LAUNCH_FAILED
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *args: next(results))
+    with pytest.raises(nvrtc.KernelError, match=r"launching fp4_wgmma .* on a grid of .*719"):
+        run()
+    assert not driver.scratch
 
 
 def test_blocks_that_meet_in_global_memory_get_sums_and_counters(driver, monkeypatch):

@@ -9,6 +9,7 @@ for the weight. `packed_linear` gives w4a8.py and two_part.py the same. ``M`` ro
 import functools
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose
 from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
+_shape = attrgetter("shape")
 
 
 def run_rows(
@@ -50,31 +52,45 @@ def run_rows(
     *more: Any,
 ) -> Tensor:
     """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K): what its ``run`` makes of the
-    request and of `Given`, which is kept, and called with x, weight, bias and ``more``."""
-    how = (activation, len(weight), registry.asked_for(op), differentiating_forward())
-    return _prepare(op, table, x.device, x.dtype, x.shape, format, n, k, *how)(x.contiguous(), weight, bias, *more)
+    request and of `Given`, which is kept, and called with x, weight, bias and ``more``.
+
+    Raises ConfigurationError where the arguments do not belong together."""
+    kinds = x.device, weight[0].device, x.dtype, weight[-1].dtype, x.shape, *map(_shape, weight)
+    prepared = _prepare(op, table, format, activation, n, k, registry.asked_for(op), differentiating_forward(), *kinds)
+    return prepared(x.contiguous(), weight, bias, *more)
 
 
 @functools.lru_cache(4096)
 def _prepare(
     op: str,
     table: Sequence[Backend],
-    device: torch.device,
-    dtype: torch.dtype,
-    x_shape: Shape,
     format: str,
+    activation: str,
     n: int,
     k: int,
-    activation: str,
-    weight_tensors: int,
     name: str | None,
     forward_mode: bool,  # `choose` sees it by itself
+    device: torch.device,
+    weight_device: torch.device,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    x_shape: Shape,
+    *weight_shapes: Shape,
 ) -> Product:
-    *rows, _ = x_shape
+    codes, *_, scales, tensor_scale = weight_shapes
+    _check_weight(codes, scales, tensor_scale, scale_dtype, format, n, k)
+    *rows, features = x_shape
+    if features != k:
+        raise ConfigurationError(f"the input has {features} features, the weight takes {k}")
+    if dtype not in registry.DTYPES:
+        raise ConfigurationError(f"the input is {dtype}: use bfloat16, float16 or float32")
+    if device != weight_device:
+        raise ConfigurationError(f"the input is on {device} and the weight on {weight_device}: move one of them")
+    check_activation(activation)
     if (m := math.prod(rows)) == 0:
         return lambda x, *_: x.new_empty(*rows, n)
     request = Request(device, registry.capability(device), dtype, format, m, n, k)
-    given = Given((*rows, n, k), dtype, activation, weight_tensors, device)
+    given = Given((*rows, n, k), dtype, activation, len(weight_shapes), device)
     return choose(op, table, request, name).run(request, given)
 
 
@@ -147,20 +163,6 @@ def _check_weight(
 def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> None:
     """Raises ConfigurationError where the tensors of a weight do not belong together."""
     _check_weight(codes.shape, block_scales.shape, tensor_scale.shape, tensor_scale.dtype, format, n, k)
-
-
-def check_arguments(
-    x: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, activation: str, n: int, k: int
-) -> None:
-    """Raises ConfigurationError where the arguments of a linear do not belong together."""
-    _check_weight(codes.shape, block_scales.shape, tensor_scale.shape, tensor_scale.dtype, format, n, k)
-    if x.shape[-1] != k:
-        raise ConfigurationError(f"the input has {x.shape[-1]} features, the weight takes {k}")
-    if x.dtype not in registry.DTYPES:
-        raise ConfigurationError(f"the input is {x.dtype}: use bfloat16, float16 or float32")
-    if x.device != codes.device:
-        raise ConfigurationError(f"the input is on {x.device} and the weight on {codes.device}: move one of them")
-    check_activation(activation)
 
 
 def tiled_reasons(request: Request) -> list[str]:
@@ -285,6 +287,5 @@ def fp4_linear(
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.
         Unsupported: a backend asked for by name refuses.
     """
-    check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, block_scales, tensor_scale)
     return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, weight, bias, activation)

@@ -96,9 +96,12 @@ class MmaPlan:
                 f" splits that divide {8 * self.row_warps}, a token's outputs by fours"
             )
 
-    def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
+    def macros(
+        self, fp16: bool = False, out32: bool = False, norm: bool = False, unaligned: bool = False
+    ) -> dict[str, int]:
         names = "tokens", "row_warps", "k_warps", "splits", "prefetch", "min_blocks", "chunk", "x_stages", "k_blocks"
         flags = {"FP16": fp16, "OUT32": out32, "NORM": norm, "BULK": self.chunk > 0, "PARTS": False}
+        flags["UNALIGNED"] = unaligned
         macros = {name.upper(): getattr(self, name) for name in names} | {"PASS_TOKENS": min(self.tokens, 16)}
         return macros | {name: int(on) for name, on in flags.items()}
 
@@ -184,6 +187,7 @@ _L2_BYTES_A_CYCLE = 32.0  # for each multiprocessor
 _SHARED_K = 0.5
 _MEET_US = 1.5  # of blocks that split K
 _START_US = 2.5
+_SMALL_WEIGHT = 1 << 20  # elements, of which no warp has more than a few windows
 _SMALL_SHARED_BYTES = 99 * 1024  # of a block where there are no clusters, but on an A100
 
 
@@ -256,7 +260,8 @@ def plan_mma(m: int, n: int, k: int, gpu: Gpu, bulk: bool = True, one_block: boo
 def mma_is_faster(m: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether ``fp4_mma`` is expected to end before other ways: fp4_wgmma, or the weight written out and cuBLAS."""
     if gpu.capability[0] == 9:
-        return m <= (8 if n >= 8192 and k % 64 else 16)  # without bulk copies of x fewer, for large N
+        # Without bulk copies of x fewer, for large N; with them more of weights that are small next to two launches.
+        return m <= (32 if takes_bulk(k) and n * k <= _SMALL_WEIGHT else 8 if n >= 8192 and k % 64 else 16)
     if m <= 32 or gpu.clusters:
         return m <= 32
     # cuBLAS with 85 % of the tensor cores, or of the memory, the weight written out, two launches

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.launch import Given, Product, Weight, gpu_of, prepare_mma
-from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, each_time, fake_rows, linear_reasons, run_rows
+from vblackwell.kernels.fp4.linear import LINEAR, each_time, fake_rows, linear_reasons, run_rows
 from vblackwell.kernels.fp4.mma_plan import plan_mma, takes_bulk
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, register_op
 
@@ -80,7 +80,6 @@ def fp4_norm_linear(
 ) -> Tensor:
     """``activation(rms_norm(x) W^T + bias)`` with a packed ``W``; not differentiable. ``gain_K`` is the norm's weight
     in the type of ``x_MK``; the rest as in ``fp4_linear``."""
-    check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     if gain_K.shape != (k,) or gain_K.dtype != x_MK.dtype:
         raise ConfigurationError(
             f"the norm's weight is {tuple(gain_K.shape)} {gain_K.dtype}, the input takes ({k},) {x_MK.dtype}"

@@ -34,8 +34,10 @@ class TwoPartPlan(MmaPlan):
         if self.chunk % self.k_warps:
             raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
 
-    def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
-        return super().macros(fp16, out32, norm) | {"PARTS": 1}
+    def macros(
+        self, fp16: bool = False, out32: bool = False, norm: bool = False, unaligned: bool = False
+    ) -> dict[str, int]:
+        return super().macros(fp16, out32, norm, unaligned) | {"PARTS": 1}
 
     def shared_bytes(self, k: int, norm: bool = False) -> int:
         windows, count = self.chunks(k)
@@ -150,6 +152,5 @@ def two_part_linear(
     """``activation(x W^T + bias)`` with ``W`` the sum of its parts: those of a `PackedTensor` (format 'nvfp4') or of
     ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest, and what is raised, as for ``fp4_linear``."""
     _check(codes, fine, format)
-    linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)
     return linear.run_rows("two_part_linear", LINEAR, x_MK, format, n, k, weight, bias, activation)

@@ -200,7 +200,7 @@ def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
 def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of an FP8 matmul in one launch: `quantize_rows` of x; the weight (N, K) as E4M3, each row relative
     to its largest scale, which becomes 2^6, and its (1, N) fp32 scales. K is a multiple of 16."""
-    x_MK, _ = aligned(x_MK)
+    x_MK = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
     q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
     w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
@@ -237,14 +237,18 @@ def _fused_slower(request: Request) -> list[str]:
     return []
 
 
-def _fused(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
-    x_MK, _ = aligned(x_MK)
+def _fused(
+    x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str, row_top: Tensor
+) -> Tensor:
+    x_MK = aligned(x_MK)
     plan = plan_w4a8(request.m, request.n, request.k, processors(x_MK.device))
-    return run_w4a8(plan, x_MK, weight, like(bias, x_MK), activation, request.n, request.k)
+    return run_w4a8(plan, x_MK, (*weight, row_top), like(bias, x_MK), activation, request.n, request.k)
 
 
-def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
-    q_MK, scale_M1, w_NK, scale_1N = run_prepare_e4m3(x_MK, weight, request.n, request.k)
+def _whole(
+    x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str, row_top: Tensor
+) -> Tensor:
+    q_MK, scale_M1, w_NK, scale_1N = run_prepare_e4m3(x_MK, (*weight, row_top), request.n, request.k)
     how = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
     z_MN = torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, **how)
     if bias is not None:
@@ -252,9 +256,11 @@ def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, 
     return activate(z_MN, activation).to(x_MK.dtype)
 
 
-def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str) -> Tensor:
+def _reference(
+    x_MK: Tensor, weight: Weight, bias: Tensor | None, request: Request, activation: str, _row_top: Tensor
+) -> Tensor:
     q_MK, scale_M1 = quantize_rows(x_MK)
-    w_NK = reference.dequantize(*weight[:3], format=FORMAT, n=request.n, k=request.k)
+    w_NK = reference.dequantize(*weight, format=FORMAT, n=request.n, k=request.k)
     return reference.linear(q_MK.to(torch.float32) * scale_M1, w_NK, bias, activation).to(x_MK.dtype)
 
 
@@ -287,12 +293,10 @@ def fp4_linear_w4a8(
     ``MIN_ROWS``, and W of 'mxfp4-tiled' tensors and ``row_tops``, exactly; the rest as in ``fp4_linear``.
 
     Raises:
-        ConfigurationError: an input with another number of features.
+        ConfigurationError: tensors that do not belong together, or an unknown activation.
         Unsupported: a GPU without FP8 tensor cores, fp32 activations on a GPU, or the backend asked for refuses.
     """
-    if x_MK.shape[-1] != k:
-        raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
-    weight = (codes, block_scales, tensor_scale, row_top)
+    weight = (codes, block_scales, tensor_scale)
     if x_MK.numel() < MIN_ROWS * k:
-        return run_rows("fp4_linear", LINEAR, x_MK, FORMAT, n, k, weight[:3], bias, activation)
-    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, weight, bias, activation)
+        return run_rows("fp4_linear", LINEAR, x_MK, FORMAT, n, k, weight, bias, activation)
+    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, weight, bias, activation, row_top)

@@ -31,7 +31,10 @@ _SUM = 5.7  # cycles a token of a block's epilogue, for each K group
 _LATER = 1.21  # that rounds after the first take longer: nothing overlaps their ends, and clocks fall
 _START_US, _CLUSTER_US = 2.6, 1.24  # a launch and what is in front of it; what blocks that split K send each other
 _L2_BYTES_A_US = 11.7e6
-_UNTIMED = 1.03  # that a plan of a kind which nobody has timed must be faster
+_CLUSTERED = 10 / 11  # of the multiprocessors, that clusters of four find: 120 of 132
+_UNALIGNED = 5.0  # that cuBLAS takes longer at least where rows do not begin at multiples of 16 bytes (5.0 to 7.3)
+# That a plan of a kind which nobody has timed must be faster, one that splits K by more than two much so.
+_UNTIMED, _SPLIT = 1.03, 1.15
 # (tokens, groups, K groups, splits, blocks a multiprocessor, windows a step) of plans that were timed to be more than
 # 4 % faster than what the model chooses (benchmarks/results/tune), by capability and multiprocessors, and by (rows
 # rounded up to a multiple of 16, N, K).
@@ -146,12 +149,14 @@ def _tokens(m: int) -> set[int]:
 def candidates(m: int, k: int) -> tuple[WgmmaPlan, ...]:
     """Plans that fit registers and shared memory, with the deepest ring of x up to 6 stages, or 8 of four K groups."""
     found = []
-    ways = itertools.product(sorted(_tokens(m)), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2), (1, 2))
+    ways = itertools.product(sorted(_tokens(m)), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2), (1, 2))
     for tokens, groups, k_groups, splits, min_blocks, per_step in ways:
         if groups * k_groups > 4 or splits * k_groups * per_step > ceil_div(k, 64):
             continue
+        if splits > 2 and groups > 1:  # for few features, of which blocks of more rows would be fewer
+            continue
         # Shares of tokens by sixteens, for outputs by rows; two windows a step are slower where products take longer.
-        if tokens % (16 * splits) or (per_step == 2 and tokens > 64):
+        if tokens % ((16 if splits <= 2 else 8) * splits) or (per_step == 2 and tokens > 64):
             continue
         depths = (max(8, 4 * k_groups),) if per_step == 2 else (8,) if k_groups == 4 else (6, 5, 4, 3)
         going_round = (stages for stages in depths if goes_round(stages, k_groups, per_step))
@@ -176,9 +181,10 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
     for part, _, rows in parts:
         windows = ceil_div(ceil_div(k, 64), part.splits)
         blocks = rows * part.splits * ceil_div(m, part.tokens)
-        rounds, rest = divmod(blocks, gpu.processors * part.min_blocks)
+        processors = gpu.processors if part.splits <= 2 else int(gpu.processors * _CLUSTERED)
+        rounds, rest = divmod(blocks, processors * part.min_blocks)
         rounds_cycles += [_block_cycles(part, windows, part.min_blocks)] * rounds
-        rounds_cycles += [_block_cycles(part, windows, ceil_div(rest, gpu.processors))] if rest else []
+        rounds_cycles += [_block_cycles(part, windows, ceil_div(rest, processors))] if rest else []
         x_us += blocks * windows * part.tokens * 128 / (_L2_BYTES_A_US * gpu.processors / H200.processors)
     cycles = rounds_cycles[0] + _LATER * sum(rounds_cycles[1:])
     needs = cycles / _CYCLES_A_US, x_us, n * k * 0.5625 / gpu.copied_bytes_a_us
@@ -188,8 +194,9 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
 
 def _cost(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
     """What plans are compared by: powers of two were timed, and share kernels with other shapes."""
-    odd = any(part.tokens & (part.tokens - 1) for part in (plan, plan.tail or plan))
-    return predicted_us(plan, m, n, k, gpu) * (_UNTIMED if odd else 1.0)
+    parts = (plan, plan.tail or plan)
+    odd, split = any(part.tokens & (part.tokens - 1) for part in parts), any(part.splits > 2 for part in parts)
+    return predicted_us(plan, m, n, k, gpu) * (_SPLIT if split else _UNTIMED if odd else 1.0)
 
 
 def with_tail(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> WgmmaPlan:
@@ -256,7 +263,7 @@ def wgmma_beats_dequantize(m: int, n: int, k: int, gpu: Gpu) -> bool:
 
 @functools.lru_cache(4096)
 def _beats_dequantize(m: int, n: int, k: int, gpu: Gpu) -> bool:
-    flops_a_us = 790e6 * gpu.processors / H200.processors
+    flops_a_us = 790e6 * gpu.processors / H200.processors / (_UNALIGNED if n % 8 or k % 8 else 1.0)
     # cuBLAS, the weight written out, two launches
     whole_us = 2 * m * n * k / flops_a_us + n * k * 2.5625 / (0.9 * gpu.copied_bytes_a_us) + 5.0
     return predicted_us(plan_wgmma(m, n, k, gpu), m, n, k, gpu) < whole_us

@@ -16,10 +16,13 @@ when it was captured. A weight that no launch has read before a capture is read 
 import contextlib
 import ctypes
 import functools
+import itertools
+import operator
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: also of a thread that has 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _STATIC_SHARED_BYTES = 48 * 1024  # more must be asked for
+_address, _version = Tensor.data_ptr, operator.attrgetter("_version")
 
 
 @functools.lru_cache
@@ -118,6 +122,16 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def allocate(num_bytes: int, stream: int) -> int:
+    """The address of so many bytes of the current GPU, for work on ``stream`` alone, until `free`: what
+    ``torch.cuda.caching_allocator_alloc`` does once it knows the GPU and the stream."""
+    return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)
+
+
+def free(address: int) -> None:
+    torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+
+
 Grid = tuple[int, int, int]
 Argument = Tensor | int | float | None
 _OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
@@ -156,6 +170,15 @@ class Kernel:
         ]
         self.launcher(threads, shared_bytes, len(args)).queue(grid, values, weight)
 
+    def raise_shared_bytes(self, shared_bytes: int) -> None:
+        """Let a block ask for so many."""
+        if shared_bytes > self.shared_bytes:
+            raised = self.function, _MAX_DYNAMIC_SHARED, shared_bytes
+            with outside_capture(self.device, f"setting up {self.name}"):
+                result = in_context(self.device, lambda: driver().cuFuncSetAttribute(*raised))
+            check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
+            self.shared_bytes = shared_bytes
+
     def launcher(self, threads: int, shared_bytes: int, num_parameters: int) -> "Launcher":
         """The kernel with a block, which is made once."""
         key = (threads, shared_bytes, num_parameters)
@@ -168,17 +191,87 @@ def float_bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
+class Prepared(NamedTuple):
+    """One launch of a `Chain`."""
+
+    kernel: Kernel
+    grid: Grid
+    threads: int
+    shared_bytes: int
+    parameters: Sequence[int]  # where each is in the chain's addresses and, after them, its numbers
+
+
+class Chain:
+    """Launches one after the other, of which all is prepared but the addresses; from any thread.
+
+    The addresses are those of ``scratch``, so many bytes each that these launches alone use, and of what `queue` is
+    given. Host time is what this is for: values are written once for all launches, only where they changed.
+    """
+
+    def __init__(
+        self, launches: Sequence[Prepared], num_addresses: int, numbers: Sequence[int], scratch: Sequence[int] = ()
+    ) -> None:
+        self.launches, self._device = launches, launches[0].kernel.device
+        self._index, self._overlaps = self._device.index, launches[0].kernel.overlaps
+        self._offsets, self._scratch_bytes = [*itertools.accumulate(scratch, initial=0)][:-1], sum(scratch)
+        # of a 32-bit parameter the lower half is read
+        self._values = (ctypes.c_int64 * (num_addresses + len(numbers)))(*(0,) * num_addresses, *numbers)
+        self._write = functools.partial(struct.Struct(f"{num_addresses}q").pack_into, self._values, 0)
+        first = ctypes.addressof(self._values)
+        self._configs, self._pointers, self._at = list[Launch](), list[Any](), list[tuple[Any, ...]]()
+        for kernel, grid, threads, shared_bytes, parameters in launches:
+            kernel.raise_shared_bytes(shared_bytes)
+            pointers = (ctypes.c_void_p * len(parameters))(*(first + 8 * place for place in parameters))
+            config = Launch(grid, (threads, 1, 1), shared_bytes, None, _OVERLAP, kernel.overlaps)
+            self._at.append((ctypes.addressof(config), kernel.function, ctypes.addressof(pointers), None))
+            self._configs.append(config)
+            self._pointers.append(pointers)
+        self._stream, self._overlap = 0, self._overlaps  # as the configurations say
+        self._lock = threading.Lock()
+
+    def queue(self, before: Sequence[int], weight: Sequence[Tensor], after: Sequence[int]) -> None:
+        """Queue the launches on the current stream of their GPU, whichever is the current one, with the addresses
+        ``before``, of ``weight`` as for `Kernel.launch`, and ``after``."""
+        if torch._C._cuda_getDevice() != self._index:  # pyright: ignore[reportAttributeAccessIssue]
+            with torch.cuda.device(self._device):
+                return self.queue(before, weight, after)
+        stream, at, launch = raw_stream(self._index), [*map(_address, weight)], driver().cuLaunchKernelEx
+        overlap = self._overlaps and may_overlap(weight, at)
+        # No tensor, which would cost the host as much as a launch.
+        scratch = allocate(self._scratch_bytes, stream) if self._scratch_bytes else 0
+        try:
+            before = (*[scratch + offset for offset in self._offsets], *before)
+            with self._lock:
+                if stream != self._stream or overlap != self._overlap:
+                    self._set(stream, overlap)
+                self._write(*before, *at, *after)
+                for config in self._at:
+                    if result := launch(*config):
+                        self._again(config, result)
+        finally:
+            if scratch:
+                free(scratch)  # for what comes next on the stream
+
+    def _set(self, stream: int, overlap: bool) -> None:
+        self._stream, self._overlap = stream, overlap
+        for config in self._configs:
+            config.stream = stream
+        self._configs[0].count = overlap  # the others come after it, and so after all that it waits for
+
+    def _again(self, config: tuple[Any, ...], result: int) -> None:
+        """Queue what gave the error ``result`` once more in the GPU's context, or raise it."""
+        if result == _INVALID_CONTEXT:
+            result = in_context(self._device, lambda: driver().cuLaunchKernelEx(*config))
+        kernel, grid, *_ = self.launches[self._at.index(config)]
+        check_driver(result, f"launching {kernel.name} on a grid of {grid}")
+
+
 class Launcher:
     """A kernel with a fixed block and so many parameters of 4 or 8 bytes, launched by addresses; from any thread."""
 
     def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
         self.kernel = kernel
-        if shared_bytes > kernel.shared_bytes:
-            raised = kernel.function, _MAX_DYNAMIC_SHARED, shared_bytes
-            with outside_capture(kernel.device, f"setting up {kernel.name}"):
-                result = in_context(kernel.device, lambda: driver().cuFuncSetAttribute(*raised))
-            check_driver(result, f"{shared_bytes} bytes of shared memory for {kernel.name}")
-            kernel.shared_bytes = shared_bytes
+        kernel.raise_shared_bytes(shared_bytes)
         self._values = (ctypes.c_uint64 * num_parameters)()  # of a 32-bit parameter the lower half is read
         first = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * num_parameters)(*(first + 8 * index for index in range(num_parameters)))
@@ -230,18 +323,19 @@ def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: t
     return found
 
 
-# By the ids of a weight's tensors: the address and version of each at which a launch has read it, and references that
+# By the ids of a weight's tensors: their addresses and versions at which a launch has read them, and references that
 # end the entry before another tensor can have one of the ids.
-_read: dict[tuple[int, ...], tuple[list[tuple[int, int]], list[weakref.ref[Tensor]]]] = {}
+_read: dict[tuple[int, ...], tuple[list[int], list[weakref.ref[Tensor]]]] = {}
 
 
-def may_overlap(weight: Sequence[Tensor]) -> bool:
-    """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may. Never
-    for tensors made under ``inference_mode``, which do not tell whether they were written."""
-    key = tuple(map(id, weight))
-    if (known := _read.get(key)) is not None and known[0] == [(each.data_ptr(), each._version) for each in weight]:
+def may_overlap(weight: Sequence[Tensor], at: Sequence[int] | None = None) -> bool:
+    """Whether a launch that loads the tensors of ``weight``, which lie ``at`` these addresses, early may overlap the
+    kernel ahead; the next one may. Never for tensors made under ``inference_mode``, which do not tell whether they were
+    written."""
+    key, at = tuple(map(id, weight)), at or [*map(_address, weight)]
+    if (known := _read.get(key)) is not None and known[0] == [*at, *map(_version, weight)]:
         return True
     if not torch.cuda.is_current_stream_capturing() and not any(tensor.is_inference() for tensor in weight):
         references = [weakref.ref(tensor, lambda _: _read.pop(key, None)) for tensor in weight]
-        _read[key] = [(tensor.data_ptr(), tensor._version) for tensor in weight], references
+        _read[key] = [*at, *map(_version, weight)], references
     return False

@@ -35,7 +35,7 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _function_mode_at = torch._C._get_function_stack_at
 _jit_trace = torch._C._get_tracing_state
 _profiles = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
-_any_autocast = torch._C._is_any_autocast_enabled
+_any_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _NO_GUARD = nullcontext()  # of the device that is current: to enter one costs more than a launch
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
@@ -226,18 +226,24 @@ def _under_autocast(call: Callable[..., Any], cast: bool, x: Tensor, *rest: Any)
         return call(x, *rest)
 
 
-class _PlainClasses(dict[type, bool]):
+def _is_plain(kind: type) -> bool:
     """Whether torch has no rule for arguments of a class, as for DTensors, fake tensors and symbolic numbers."""
-
-    def __missing__(self, kind: type) -> bool:
-        plain = kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
-        if not plain and issubclass(kind, Tensor):
-            rules = ("__torch_function__", "__torch_dispatch__")
-            plain = all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
-        return self.setdefault(kind, plain)
+    plain = kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
+    if not plain and issubclass(kind, Tensor):
+        rules = ("__torch_function__", "__torch_dispatch__")
+        plain = all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
+    return plain
 
 
-_is_plain = _PlainClasses().__getitem__  # a function of C: each call asks for ten classes
+class _TensorPlaces(dict[tuple[type, ...], tuple[int, ...] | None]):
+    """Which arguments of these classes are tensors; None where one of them is not plain."""
+
+    def __missing__(self, kinds: tuple[type, ...]) -> tuple[int, ...] | None:
+        places = tuple(place for place, kind in enumerate(kinds) if issubclass(kind, Tensor))
+        return self.setdefault(kinds, places if all(map(_is_plain, kinds)) else None)
+
+
+_tensor_places = _TensorPlaces().__getitem__  # a function of C
 
 
 def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast: str | None) -> Callable[..., Any]:
@@ -246,7 +252,7 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
     overload, signature = op._opoverload, inspect.signature(run)
     types = [str(each.type) for each in overload._schema.arguments]
     assert types[0] == "Tensor" and not any("List" in each for each in types), "autograd sees no tensors in lists"
-    tensors = [place for place, each in enumerate(types) if "Tensor" in each]
+    count = len(types)
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = run(*args)
@@ -261,15 +267,15 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
 
     def compute(args: tuple[Any, ...]) -> Any:
         # What is not what it seems: classes with rules, tensors without memory, or ones that torch writes out first.
-        if not all(map(_is_plain, map(type, args))):
+        if (places := _tensor_places(tuple(map(type, args)))) is None or args[0].is_meta:
             return overload(*args)
         function = run
-        for place in tensors:
-            if (tensor := args[place]) is not None:
-                if tensor.is_meta or tensor.is_neg():
-                    return overload(*args)
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    function = node
+        for place in places:
+            tensor = args[place]
+            if tensor.is_neg():
+                return overload(*args)
+            if tensor.requires_grad and _grad_enabled():
+                function = node
         if autocast is not None and _any_autocast() and torch.is_autocast_enabled(args[0].device.type):
             return _under_autocast(function, autocast == "cast", *args)
         return function(*args)
@@ -278,7 +284,7 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
     def call(*args: Any, **named: Any) -> Any:
         if is_compiling():
             return overload(*args, **named)
-        if named or len(args) != len(types):
+        if named or len(args) != count:
             bound = signature.bind(*args, **named)
             bound.apply_defaults()
             args = bound.args
@@ -288,7 +294,7 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
         if _profiles() or forward_ad._current_level >= 0:  # noqa: SLF001
             return overload(*args)
         if _function_modes():
-            if functions_are_seen() or not all(map(_is_plain, map(type, args))):
+            if functions_are_seen() or _tensor_places(tuple(map(type, args))) is None:
                 return overload(*args)
             with torch._C.DisableTorchFunction():  # inside an op there is no default device either
                 return compute(args)

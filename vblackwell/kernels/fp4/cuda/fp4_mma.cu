@@ -29,7 +29,8 @@
 // changes no bit.
 //
 // Set by the launcher: FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS,
-// OUT32; BULK, and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES; NORM, PARTS, K_BLOCKS > 1 or none.
+// OUT32; BULK, and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES; NORM, PARTS, K_BLOCKS > 1 or none;
+// UNALIGNED, without BULK and NORM: K is no multiple of 8.
 
 #define PASSES ((TOKENS + PASS_TOKENS - 1) / PASS_TOKENS)
 // Groups of four outputs, of all tokens, that a block of the cluster writes.
@@ -48,6 +49,7 @@ typedef u64 WindowIndex;
 #endif
 static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
 static_assert(K_BLOCKS == 1 || (SPLITS == 1 && !BULK && !NORM && !PARTS), "one way to split K, of plain products");
+static_assert(!UNALIGNED || !(BULK || NORM), "rows that begin anywhere come by halves");
 static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares of every number of tokens");
 static_assert(FRONT_BYTES % 128 == 0, "rings lie in whole lines");
 #if BULK

@@ -272,24 +272,37 @@ swizzle_x(const u16* x, u8* x_swizzled, int M, int K) {
     const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
     let_next_start();
     wait_for_previous();
-    u32 out[2][4];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    // Granule `i` of this thread's two, of columns that `words` says begin at multiples of 4 bytes.
+    auto load = [&](u32* out, int i, bool words) {
         const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;  // [token][window][granule]
         const int granule = at & 7, window = (at >> 3) % windows, token = (at >> 3) / windows;
         const int q = granule ^ (token & 7), m = m0 + token;
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             const int k = window * 64 + 16 * t + 4 * (q >> 1) + 2 * (q & 1);
-            out[i][t] = token < TOKENS && m < M && k < K ? *(const u32*)(x + (u64)m * K + k) : 0;
+            const bool inside = token < TOKENS && m < M && k < K;
+            if (words) out[t] = inside ? *(const u32*)(x + (u64)m * K + k) : 0;
+            else out[t] = load_pair(x + (u64)min(m, M - 1) * K, k, K) & (inside ? ~0u : 0);
         }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    };
+    auto store = [&](const u32* out, int i) {
         const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;
         const int window = (at >> 3) % windows, token = (at >> 3) / windows;
-        if (token >= TOKENS) continue;
+        if (token >= TOKENS) return;
         u8* row = x_swizzled + ((u64)blockIdx.y * windows * TOKENS + (u64)window * TOKENS + token) * 128;
-        *(uint4*)(row + (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+        *(uint4*)(row + (at & 7) * 16) = make_uint4(out[0], out[1], out[2], out[3]);
+    };
+    u32 out[2][4];
+    if ((K | (int)((u64)x >> 1)) % 2 == 0) {
+        load(out[0], 0, true);
+        load(out[1], 1, true);
+        store(out[0], 0);
+        store(out[1], 1);
+    } else {  // whose addresses are twice as many
+#pragma unroll 1
+        for (int i = 0; i < 2; i++) {
+            load(out[0], i, false);
+            store(out[0], i);
+        }
     }
 }

@@ -14,14 +14,22 @@
 #define X_HALF (TOKENS * 64)
 #endif
 
-// A chunk of x, columns [first, first + 64 * windows), into shared memory in fragment order; zeros beyond K.
+// A chunk of x, columns [first, first + 64 * windows), into shared memory in fragment order; zeros beyond K. UNALIGNED
+// rows do not all begin at multiples of 16 bytes, and come by halves.
 DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
     const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
     int m = tid / granules, c = tid % granules;
     while (m < tokens) {
         const int k = first + c * 8;
         const u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
+#if UNALIGNED
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) pairs[i] = load_pair(x + (u64)m * K, k + 2 * i, K);
+        store_shared(to, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+#else
         copy_async(to, x + (u64)m * K + min(k, K - 8), k < K ? 16 : 0);
+#endif
         m += step_m;
         c += step_c;
         if (c >= granules) {

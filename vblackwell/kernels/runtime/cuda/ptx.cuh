@@ -42,6 +42,11 @@ DEVICE void store_streaming(void* p, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// Halves k and k + 1 of a row that may begin anywhere; zeros from K on. No branch, so that many are loaded at once.
+DEVICE u32 load_pair(const u16* row, int k, int K) {
+    const u32 low = row[min(k, K - 1)], high = row[min(k + 1, K - 1)];
+    return (k < K ? low : 0) | (k + 1 < K ? high << 16 : 0);
+}
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes from global to shared memory; zeros where `bytes` is 0.
