@@ -217,16 +217,17 @@ def _key(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tup
     mask, slopes = variant.mask, variant.alibi_slopes_N
     how: tuple[Any, ...] = variant
     if mask is not None or slopes is not None:  # shapes in place of tensors, which a key must not keep alive
-        how = (_place(mask), _place(slopes), *variant._replace(mask=None, alibi_slopes_N=None))
+        how = (*_place(mask), *variant[1:6], *_place(slopes), variant.dropout)
     learns = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    switches = _deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled()
-    process = (*switches, registry.asked_for(KIND), is_captured(q))
-    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device)
-    return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), types, how, learns, process, backend
+    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device, learns, backend)
+    switches = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled())
+    # Flat, because to hash tuples in tuples costs.
+    sizes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    return *sizes, *types, *switches, registry.asked_for(KIND), is_captured(q), *how
 
 
 def _place(x: Tensor | None) -> tuple[Any, ...]:
-    return () if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    return (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
 
 
 def neighbours_key(r: AttentionRequest) -> str:
