@@ -65,25 +65,25 @@ class _Call:
     a boolean mask's bits by key too."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, *others: Tensor) -> None:
-        self.options = options
-        self.varlen = options.q_starts is not None
-        self.q, self.k, self.v, *self.others = map(_dense, (q, k, v, *others))
+        self.options, self.mask, self.mask_kind, self.bits = options, options.mask, "none", None
+        self.q, self.k, self.v, *self.others = tensors = [_dense(x) for x in (q, k, v, *others)]
         self.num_heads, self.kv_heads, self.head = q.shape[1], k.shape[1], q.shape[-1]
+        self.varlen = options.q_starts is not None
         self.batch = q.shape[0] if options.q_starts is None else options.q_starts.shape[0] - 1
         self.lengths = (options.max_q, options.max_k)
         self.offset = options.max_k - options.max_q if options.bottom_right else 0
         self.scored = bool(options.softcap or options.dropout or options.slopes_N is not None)
-        self.mask, self.mask_kind, self.bits = options.mask, "none", None
+        sizes = (q.device, q.shape, k.shape, *options[5:])
         if (mask := options.mask) is not None:
             for dim, stride in enumerate(mask.stride()):  # of an expanded mask only what is there is packed and judged
                 mask = mask.narrow(dim, 0, 1) if stride == 0 and mask.shape[dim] > 1 else mask
             self.mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
             self.mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
             self.bits = bits_of(self.mask, with_keys=bool(others)) if mask.dtype == torch.bool else None
+            sizes = (*sizes, mask.shape, layout(self.mask))
         # Of what is made here (results, words, lists) the layouts follow from these.
-        given = (self.q, self.k, self.v, *self.others, self.mask, *options[1:5])
-        sizes = (q.device, q.shape, k.shape, None if self.mask is None else self.mask.shape, self.batch)
-        self.key = (*sizes, *options[5:], *map(layout, given))
+        some = [x if x is None else (x.shape, layout(x)) for x in options[1:5]]
+        self.key = (*sizes, *some, *map(layout, tensors))
 
     def plan(self, kernel: str) -> AttentionPlan:
         if self.q.device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
