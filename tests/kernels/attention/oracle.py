@@ -92,6 +92,7 @@ def relative(got: Tensor, exact: Tensor) -> float:
 def use_plans(**plans: AttentionPlan) -> Iterator[None]:
     """Inside, kernels ('forward', 'dq', 'dkv') run by these plans; which forward it is, too, the plan says."""
     from vblackwell.kernels.attention.launch import _Call
+    from vblackwell.kernels.runtime import triton_launch
 
     usual, usually_specialized = _Call.plan, _Call.specialized
 
@@ -103,5 +104,10 @@ def use_plans(**plans: AttentionPlan) -> Iterator[None]:
             return usually_specialized(call)
         return plans["forward"] if plans["forward"].specialized else None
 
-    with mock.patch.object(_Call, "plan", plan), mock.patch.object(_Call, "specialized", specialized):
+    kept: dict[object, object] = {}  # none for plans of before
+    with (
+        mock.patch.object(_Call, "plan", plan),
+        mock.patch.object(_Call, "specialized", specialized),
+        mock.patch.object(triton_launch, "_launches", kept),
+    ):
         yield

@@ -159,4 +159,4 @@ def test_what_it_does_not_compute_is_left_to_the_usual_one():
     wide = torch.zeros(1, 1, 200, 200, device="cuda")  # 32 bits
     for mask, softcap in ((None, 20.0), (wide, 0.0)):
         options = Options(mask, None, None, None, None, 200, 200, 0.125, None, None, False, softcap, 0.0)
-        assert _Call(q, k, v, options, with_keys=False).specialized() is None
+        assert _Call(q, k, v, options).specialized() is None

@@ -104,7 +104,7 @@ def test_expanded_masks_are_read_once():
         (boolean(2, 1, 1, 63).expand(2, 3, 40, 63), (2, 1, 1, 63)),
     ):
         options = Options(mask, None, None, None, None, 40, 63, 0.25, None, None, False, 0.0, 0.0)
-        call = _Call(q, k, v, options, with_keys=False)
+        call = _Call(q, k, v, options)
         assert call.mask is not None and tuple(call.mask.shape) == shape
 
 

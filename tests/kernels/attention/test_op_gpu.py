@@ -14,6 +14,7 @@ from tests.kernels.attention.oracle import gradients, inputs, normal, plain, rel
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen
+from vblackwell.kernels.runtime import triton_launch
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import Variant
 
@@ -246,6 +247,39 @@ def test_packed():
     unfused, exact = gradients(alone, tensors), gradients(alone, tensors, torch.float64)
     for own, other, right in zip(ours, unfused, exact, strict=True):
         assert relative(own, right) <= max(1.5 * relative(other, right), FLOOR)
+
+
+@pytest.mark.parametrize("kind", ["none", "window", "boolean", "additive", "packed"])
+@pytest.mark.parametrize("head", [64, 256])
+def test_launches_alike_compute_with_their_own_tensors(kind, head):
+    """The second and third go by what was kept for the first."""
+    triton_launch._launches.clear()
+    mask = {"boolean": mask_of("boolean", 300, 300), "additive": mask_of("additive", 300, 304)[:, :300]}.get(kind)
+    options = {"mask": mask, "causal": kind in ("window", "packed"), "window": 50 if kind == "window" else None}
+
+    def packed(q, k, v):
+        starts = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return flash_attention_varlen(q, k, v, starts, starts, causal=True).transpose(0, 1)[None]
+
+    def alone(q, k, v):
+        parts = zip(*(x.split([100, 200], 2) for x in (q, k, v)), strict=True)
+        return torch.cat([plain(causal=True)(*three) for three in parts], 2)
+
+    ours = packed if kind == "packed" else lambda q, k, v: flash_attention(q, k, v, **options)
+    unfused = alone if kind == "packed" else plain(**options)
+    for seed in range(3):
+        tensors = [normal(1, heads, 300, head, dtype=torch.bfloat16, seed=seed + 3 * heads) for heads in (4, 2, 2)]
+        with poisoned():
+            got = gradients(ours, tensors)
+        exact = gradients(unfused, tensors, torch.float64)
+        # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
+        assert max(relative(own, right) for own, right in zip(got, exact, strict=True)) < 2e-2
+        assert len(triton_launch._launches) == 3
+    before = len(triton_launch._launches)
+    shifted = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in tensors]
+    assert max(relative(own, right) for own, right in zip(gradients(ours, shifted), exact, strict=True)) < 2e-2
+    assert len(triton_launch._launches) == 2 * before  # at addresses that are no multiples of 16 bytes
 
 
 CASES = {

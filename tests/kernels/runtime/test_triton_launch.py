@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vblackwell.kernels.runtime import triton_launch
-from vblackwell.kernels.runtime.triton_launch import layout, queue
+from vblackwell.kernels.runtime.triton_launch import Launch, describe, described, keep, kept, layout, queue
 
 
 class Compiled:
@@ -33,12 +33,13 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(triton_launch, "_launches", {})
 
 
 def test_what_was_compiled_for_a_key_is_launched_again():
     kernel, other = Kernel(), Kernel()
-    queue(kernel, (1,), (2, 3, 4), ("a", 5), num_warps=4)
-    queue(kernel, (1,), (9, 1, 1), ("b", 5), num_warps=4)
+    compiled = queue(kernel, (1,), (2, 3, 4), ("a", 5), num_warps=4)
+    assert queue(kernel, (1,), (9, 1, 1), ("b", 5), num_warps=4) is compiled is not None
     queue(kernel, (2,), (1, 1, 1), ("c", 6), num_warps=8)
     queue(other, (1,), (1, 1, 1), ("d", 5))
     assert kernel.log == [
@@ -57,7 +58,7 @@ def test_the_interpreter_compiles_nothing():
             return lambda *arguments: calls.append(arguments)
 
     for _ in range(2):
-        queue(Interpreted(), (), (1, 1, 1), (7,))
+        assert queue(Interpreted(), (), (1, 1, 1), (7,)) is None
     assert calls == [(7,), (7,)] and not triton_launch._compiled
 
 
@@ -67,6 +68,31 @@ def test_no_more_is_kept_than_fits(monkeypatch):
     for key in range(10):
         queue(kernel, (key,), (1, 1, 1), ())
         assert len(triton_launch._compiled) <= 3
+
+
+def test_what_launches_alike_have_in_common_is_kept_with_what_was_compiled(monkeypatch):
+    monkeypatch.setattr(triton_launch, "MAX_KEYS", 3)
+    launch = Launch("plan", (None,), (1, 1, 1), (), (), "form")
+    keep("forward", (1,), launch, None)  # the interpreter
+    assert kept("forward", (1,)) is None
+    for number in range(10):
+        keep("forward", (number,), launch, "compiled")
+        assert kept("forward", (number,)) == launch._replace(compiled="compiled") and kept("dq", (number,)) is None
+        assert len(triton_launch._launches) <= 3
+
+
+def test_a_descriptor_is_of_the_tensor_at_hand_and_keeps_none_alive():
+    class Descriptor:
+        def __init__(self, base, shape, strides, block_shape, *layout):
+            self.base, self.shape, self.strides, self.rest = base, shape, strides, (block_shape, layout)
+
+    x, y = torch.zeros(4, 8), torch.zeros(4, 8)
+    made = describe(Descriptor, x, x.stride(), [2, 8], "swizzled")
+    assert made.base is None
+    first, second = described(made, x), described(made, y)
+    assert first.base is x and second.base is y and made.base is None
+    assert vars(second) | {"base": None} == vars(made)
+    assert made.strides == [8, 1] and made.rest == ([2, 8], ("swizzled",))
 
 
 def test_a_layout_is_the_type_the_strides_and_the_alignment():

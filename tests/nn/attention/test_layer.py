@@ -141,17 +141,31 @@ H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
         ({"capability": (8, 6)}, "flash"),
         ({"dtype": torch.float32}, "efficient"),
         ({"head": 512}, "efficient"),
-        ({**SHORT, "mask": "boolean"}, "efficient"),
+        ({**SHORT, "mask": "boolean"}, "cudnn"),
+        ({**SHORT, "mask": "boolean", "gradient": True}, "cudnn"),
+        ({**SHORT, "mask": "boolean", "gradient": True, "head": 136}, "efficient"),
+        ({**SHORT, "mask": "boolean", "gradient": True, "keys": 192}, "efficient"),
+        ({**SHORT, "mask": "boolean", "keys": 192}, "cudnn"),
+        ({**SHORT, "mask": "additive", "dropout": True}, "efficient"),
+        ({**SHORT, "mask": "additive", "deterministic": True}, "efficient"),
+        ({**SHORT, "mask": "boolean", "refused": ("cudnn",)}, "efficient"),
+        ({**SHORT, "mask": "boolean", "capability": (8, 0)}, "efficient"),
         ({**SHORT, "mask": "boolean", "refused": None}, "triton"),  # a trace
-        ({**SHORT, "mask": "boolean", "captured": True}, "efficient"),
-        ({**SHORT, "mask": "boolean", "kv_heads": 4}, "efficient"),
-        ({**SHORT, "mask": "boolean", "kv_heads": 4, "captured": True}, "triton"),
+        ({**SHORT, "mask": "boolean", "captured": True}, "cudnn"),
+        ({**SHORT, "mask": "boolean", "kv_heads": 4}, "cudnn"),
+        ({**SHORT, "mask": "boolean", "kv_heads": 4, "refused": ("cudnn",)}, "efficient"),
+        ({**SHORT, "mask": "boolean", "kv_heads": 4, "captured": True}, "cudnn"),
+        ({**SHORT, "mask": "boolean", "kv_heads": 4, "captured": True, "refused": ("cudnn",)}, "triton"),
         ({**SHORT, "mask": "boolean", "causal": True}, "efficient"),
         ({**SHORT, "window": 5}, "efficient"),
         ({**SHORT, "window": 5, "captured": True}, "triton"),
         ({**SHORT, "causal": True, "bottom_right": True}, "efficient"),
         ({**SHORT, "window": 5, "gradient": True, "deterministic": True}, "triton"),
-        ({"mask": "additive", "queries": 512, "keys": 512, "refused": ()}, "efficient"),
+        ({"mask": "additive", "queries": 512, "keys": 512, "refused": ()}, "cudnn"),
+        ({"mask": "additive", "gradient": True, "refused": ()}, "triton"),
+        ({"mask": "additive", "gradient": True, "head": 64, "refused": ()}, "cudnn"),
+        ({"mask": "additive", "gradient": True, "head": 64, "refused": (), "captured": True}, "cudnn"),
+        ({"mask": "additive", "gradient": True, "head": 64}, "triton"),  # a trace
         ({"mask": "additive", "queries": 512, "keys": 512, "refused": (), "captured": True}, "triton"),
         ({"heads": 1, "kv_heads": 1, "window": 5, "refused": ()}, "triton"),  # a mask of 4096 x 4096
         ({"head": 256}, "triton"),  # PyTorch was not asked
@@ -171,7 +185,17 @@ H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
 )
 def test_the_stated_order(change, chosen, monkeypatch):
     monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: dispatcher.CUDNN_MASKS)
     assert choose_attention(H200._replace(**change)) == chosen
+
+
+def test_masks_of_a_cudnn_that_was_not_compared_run_elsewhere(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: dispatcher.CUDNN_MASKS - 1)
+    request = H200._replace(**SHORT, mask="boolean")
+    assert choose_attention(request) == "efficient"
+    with pytest.raises(Unsupported, match="cudnn: a mask: only on compute capability 9.0, from cuDNN 91900 on"):
+        choose_attention(request, "cudnn")
 
 
 def test_the_own_kernel_runs_where_all_others_refuse(monkeypatch):

@@ -25,6 +25,12 @@ from vblackwell.nn.attention import operators
 from vblackwell.nn.attention.backends import BACKENDS, Variant, attention
 
 ON_GPU = pytest.mark.gpu
+CUDNN_TAKES_MASKS = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or (torch.backends.cudnn.version() or 0) < dispatcher.CUDNN_MASKS,
+    reason="masks are given to cuDNN on Hopper alone, from the release that was compared on",
+)
 BOTTOM_RIGHT = {"causal": True, "bottom_right": True}
 TORCHS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -119,7 +125,8 @@ def test_masks_on_the_cpu_give_the_bits_of_pytorchs_way():
     "shape", [(7, 16), (7, 21), (2, 1, 7, 21), (2, 4, 1, 21), (2, 1, 7, 1), (21,), (7, 1)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
-def test_a_mask_becomes_what_efficient_reads(shape, dtype):
+@pytest.mark.parametrize("multiple", [16, 1])
+def test_a_mask_becomes_what_efficient_and_cudnn_read(shape, dtype, multiple):
     queries, keys = 7, 21 if shape[-1] == 1 else shape[-1]
     q = torch.empty(2, 4, queries, 8, dtype=torch.bfloat16)
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(7))
@@ -127,17 +134,19 @@ def test_a_mask_becomes_what_efficient_reads(shape, dtype):
     whole = mask.expand(2, 4, queries, keys)
     wanted = torch.zeros_like(whole, dtype=q.dtype).masked_fill(~whole, -torch.inf) if dtype == torch.bool else whole
     with poisoned():
-        bias = operators._bias(mask, q, keys)
+        bias = operators._bias(mask, q, keys, multiple)
     assert torch.equal(bias.expand(whole.shape), wanted.to(q.dtype)) and bias.dtype == q.dtype
-    assert bias.stride(3) == 1 and not any(step % 16 for step in bias.stride()[:3])
+    assert bias.stride(3) == 1 and not any(step % multiple for step in bias.stride()[:3])
     assert not torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).isnan().any()  # what pads a row is read
 
 
 def test_a_mask_that_is_as_it_should_be_is_read_as_it_is():
     q, mask = torch.empty(2, 4, 7, 8), torch.randn(7, 32)
-    assert operators._bias(mask, q, 32).data_ptr() == mask.data_ptr()
+    assert operators._bias(mask, q, 32, 16).data_ptr() == mask.data_ptr()
     flat = torch.randn(7 * 32 + 1)
-    assert operators._bias(flat[1:].view(7, 32), q, 32).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
+    assert operators._bias(flat[1:].view(7, 32), q, 32, 1).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
+    odd = torch.randn(7, 33)
+    assert operators._bias(odd, q, 33, 1).data_ptr() == odd.data_ptr() != operators._bias(odd, q, 33, 16).data_ptr()
 
 
 def test_every_field_that_matters_makes_another_key(monkeypatch):
@@ -264,6 +273,21 @@ def test_a_single_query_at_the_end_sees_everything_the_second_time_too():
         wanted = attention(q, k, v, Variant(), backend)[0]
         for _ in range(2):
             assert torch.equal(attention(q, k, v, how, backend)[0], wanted)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5)])
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_a_window_as_long_as_the_sequence_hides_nothing(causal, queries, keys, bottom_right):
+    q, k, v = qkv(queries=queries, keys=keys)
+    for window in (max(queries, keys), max(queries, keys) - 1):
+        how = Variant(causal=causal, bottom_right=bottom_right, window=window)
+        wanted = BACKENDS["math"].run(q, k, v, how)
+        for _ in range(2):
+            got, name = attention(q, k, v, how)
+            torch.testing.assert_close(got, wanted)
+            assert name == "math" or window == max(queries, keys)
+    assert attention(*qkv(), Variant(causal=True, window=9))[1] == "flash"
 
 
 def test_no_more_is_kept_than_fits(monkeypatch):
@@ -418,10 +442,61 @@ def test_rows_that_see_nothing_are_zero_where_efficient_runs():
 
 
 @ON_GPU
-def test_small_masks_run_on_efficient_and_large_ones_on_the_own_kernel():
-    for length, name in ((63, "efficient"), (4096, "triton")):
+@CUDNN_TAKES_MASKS
+def test_small_masks_run_on_cudnn_and_large_ones_on_the_own_kernel():
+    for length, name in ((63, "cudnn"), (4096, "triton")):
         q, k, v = qkv(8, 8, length, length, 64, "cuda", torch.bfloat16)
         assert attention(q, k, v, Variant(masks(length, length, "cuda")["boolean"]))[1] == name
+
+
+def on_cudnn(q, k, v, mask):
+    request = dispatcher.request_of(q, k, v, Variant(mask))
+    assert not dispatcher.attention_backends(request)["cudnn"]
+    return attention(q, k, v, Variant(mask), "cudnn")[0]
+
+
+def exactly(tensors, mask):
+    wide = mask if mask.dtype == torch.bool else mask.double()
+    return with_gradients(lambda q, k, v: attention(q, k, v, Variant(wide), "math")[0], [x.double() for x in tensors])
+
+
+@ON_GPU
+@CUDNN_TAKES_MASKS
+@pytest.mark.parametrize("kind", ["boolean", "padding", "added", "transposed", "expanded"])
+@pytest.mark.parametrize(("queries", "keys"), [(63, 257), (5, 7), (300, 200), (2, 384)])
+@pytest.mark.parametrize(("kv_heads", "head"), [(4, 64), (2, 64), (1, 128)])
+def test_masks_on_cudnn_are_those_of_the_unfused_one(kind, queries, keys, kv_heads, head):
+    tensors = qkv(4, kv_heads, queries, keys, head, "cuda", torch.bfloat16)
+    found = masks(queries, keys, "cuda")
+    found["expanded"] = found["added"].to(torch.bfloat16).expand(2, 4, queries, keys)
+    mask = found[kind]
+    if kind == "boolean":
+        mask[:, :, 1] = False
+    got, exact = with_gradients(lambda q, k, v: on_cudnn(q, k, v, mask), tensors), exactly(tensors, mask)
+    for one, other in zip(got, exact, strict=True):
+        # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
+        assert (one - other).norm() <= 2e-2 * other.norm()
+    if kind == "boolean":
+        assert not got[0][:, :, 1].any() and not got[1][:, :, 1].any()
+    with torch.no_grad():
+        alone = on_cudnn(*tensors, mask)
+    assert (alone - exact[0]).norm() <= 2e-2 * exact[0].norm()
+
+
+@ON_GPU
+@CUDNN_TAKES_MASKS
+@pytest.mark.parametrize("keys", [3, 17, 55, 63, 65, 96, 128, 200, 256, 257, 384])
+@pytest.mark.parametrize("head", [40, 64, 128])
+def test_masks_on_cudnn_where_all_scores_are_far_below_zero(keys, head):
+    """Its backward gives NaN for others: refused by `_cudnn_mask_reasons`."""
+    q, k, v = (0.1 * x for x in qkv(2, 2, 70, keys, head, "cuda", torch.bfloat16))
+    q[..., 0], k[..., 0] = 1.0, -120 * head**0.5  # log-sum-exps of about -120: their exponentials overflow
+    mask = masks(70, keys, "cuda")["boolean"]
+    got, exact = with_gradients(lambda q, k, v: on_cudnn(q, k, v, mask), (q, k, v)), exactly((q, k, v), mask)
+    assert all(x.isfinite().all() for x in got)
+    for one, other in zip((got[0], got[3]), (exact[0], exact[3]), strict=True):
+        # Scores of 120 are sums in fp32, exact to 2^-17 of them: 1e-3 of a probability, next to bf16's roundings.
+        assert (one - other).norm() <= 2e-2 * other.norm()
 
 
 @ON_GPU
@@ -470,5 +545,5 @@ def test_a_captured_call_is_a_call_of_its_own():
         with torch.cuda.graph(graph):
             captured, other = attention(q, k, v, how)
         graph.replay()
-    assert (name, other) == ("efficient", "triton")
+    assert name in ("cudnn", "efficient") and other == "triton"
     assert (eager - captured).norm() <= 1e-2 * eager.norm()  # bf16's roundings to 2^-9

@@ -10,7 +10,6 @@ lets waits be placed by hand. It has no interpreter: forward.py is what the CPU 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false
 
-import functools
 from collections import namedtuple
 from typing import Any
 
@@ -32,7 +31,7 @@ from vblackwell.kernels.attention import device as attention_device
 from vblackwell.kernels.attention.blocks import mask_strides
 from vblackwell.kernels.attention.device import LISTED, LOG2E
 from vblackwell.kernels.attention.plan import AttentionPlan, padded_head
-from vblackwell.kernels.runtime.triton_launch import layout, queue
+from vblackwell.kernels.runtime.triton_launch import Launch, describe, described, keep, queue
 
 # Tiles of an additive mask on their way or in use; more would not fit next to heads of 128.
 MASK_STAGES: gl.constexpr = gl.constexpr(2)
@@ -358,37 +357,40 @@ def attend_hopper(
     )
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Tiles of ``rows`` of a (B, N, S, H) tensor, or of an additive mask (1 or B, 1 or N, S, T)."""
-    block = [1, 1, rows, width]
+def _tiles(x: Tensor, rows: int, width: int) -> Any:
+    """A descriptor of ``rows`` of a (B, N, S, H) tensor, or of an additive mask (1 or B, 1 or N, S, T)."""
     # A dimension of 1 is never stepped along, but its stride must be a multiple of 16 bytes.
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _layout(rows, width, x.dtype))
+    block, kind = [1, 1, rows, width], gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return describe(TensorDescriptor, x, [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
-@functools.lru_cache
-def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(
-        [1, 1, rows, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    )
-
-
-def launch(call: Any, plan: AttentionPlan, out: Tensor, lse: Tensor) -> None:
-    """Write ``out`` and the log2-sum-exps of launch.py's ``call``, which was found to fit."""
-    q, k, v, options = call.q, call.k, call.v, call.options
+def launch(call: Any, plan: AttentionPlan, known: Launch | None, out: Tensor, lse: Tensor) -> None:
+    """Write ``out`` and the log2-sum-exps of launch.py's ``call``, which was found to fit; ``known`` is kept for it."""
+    q, k, v = call.q, call.k, call.v
     mask, lists = call.read_mask(by_column=False), call.lists(plan, by_column=False)
-    rows, width = plan.rows // 2, padded_head(call.head)
-    if mask is not None and call.mask_kind == "additive":
-        given: Any = descriptor(mask, rows, plan.columns)
-    else:
-        given = out if mask is None else mask
-    tiles = (descriptor(q, rows, width), descriptor(k, plan.columns, width), descriptor(v, plan.columns, width))
     listed = (lse, lse, lse) if lists is None else (lists.items, lists.counts, lists.order)
-    strides = (out.stride()[:3], lse.stride()[:2], *((0, 0, 0, 0) if mask is None else mask_strides(mask)))
     places = (0, 0, 0) if lists is None else lists.places
-    lengths = (q.shape[2], k.shape[2], call.offset, options.left or 0, options.right or 0)
-    form = call.form(plan, tma=True)._replace(bottom_right=False)  # the offset says it
-    grid = (triton.cdiv(q.shape[2], plan.rows), q.shape[1], q.shape[0])
-    arguments = (*tiles, given, *listed, out, lse, *strides, *places, *lengths, options.scale, form)
-    key = (plan, *call.key, *map(layout, (q, k, v, given if mask is None else mask, *listed, out, lse)))
-    queue(attend_hopper, key, grid, arguments, num_warps=plan.warps, maxnreg=plan.registers)
+    tiled = (q, k, v) if call.mask_kind != "additive" else (q, k, v, mask)
+    ready = known or _plan_launch(call, plan, tiled, out, lse, mask)
+    tiles = [described(tile, x) for tile, x in zip(ready.described, tiled, strict=True)]
+    given = (out if mask is None else mask,) if len(tiled) == 3 else ()
+    arguments = (*tiles, *given, *listed, out, lse, *ready.strides, *places, *ready.numbers, ready.form)
+    if known is not None:
+        known.compiled[known.grid](*arguments)
+        return
+    limits = {"num_warps": plan.warps, "maxnreg": plan.registers}
+    keep("forward", call.key, ready, queue(attend_hopper, (plan, *call.key), ready.grid, arguments, **limits))
+
+
+def _plan_launch(call: Any, plan: AttentionPlan, tiled: Any, out: Tensor, lse: Tensor, mask: Tensor | None) -> Launch:
+    q, k, options, width = call.q, call.k, call.options, padded_head(call.head)
+    sizes = ((plan.rows // 2, width), (plan.columns, width), (plan.columns, width), (plan.rows // 2, plan.columns))
+    return Launch(
+        plan,
+        tuple(_tiles(x, *size) for x, size in zip(tiled, sizes, strict=False)),
+        (triton.cdiv(q.shape[2], plan.rows), q.shape[1], q.shape[0]),
+        (out.stride()[:3], lse.stride()[:2], *((0, 0, 0, 0) if mask is None else mask_strides(mask))),
+        (q.shape[2], k.shape[2], call.offset, options.left or 0, options.right or 0, options.scale),
+        call.form(plan, tma=True)._replace(bottom_right=False),  # the offset says it
+    )

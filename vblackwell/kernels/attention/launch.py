@@ -4,6 +4,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from vblackwell.kernels.attention.plan import (
     specialized_plan,
 )
 from vblackwell.kernels.runtime.registry import capability, empty_of
-from vblackwell.kernels.runtime.triton_launch import MAX_KEYS, layout, queue
+from vblackwell.kernels.runtime.triton_launch import Launch, describe, described, keep, kept, layout, queue
 
 
 @functools.cache
@@ -59,48 +60,30 @@ class Options(NamedTuple):
     dropout: float
 
 
-class _Launch(NamedTuple):
-    """What launches alike have in common."""
-
-    tma: bool
-    grid: tuple[int, int, int]
-    strides: tuple[tuple[int, ...], ...]  # of batch (none where sequences are packed), head and row
-    lse_strides: tuple[int, ...]
-    mask_strides: tuple[int, ...]
-    numbers: Numbers
-    form: Form
-    limits: dict[str, int]
-
-
-_launches: dict[tuple[Any, ...], _Launch] = {}  # by what follows from it: as `queue` wants it
-
-
 class _Call:
-    """Everything that the three kernels are given in common; a boolean mask in bits, of keys too if ``with_keys``."""
+    """Everything that the kernels are given in common; ``others``: what backward has in addition, which makes it read
+    a boolean mask's bits by key too."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_keys: bool) -> None:
-        self.options = options
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, *others: Tensor) -> None:
+        self.options, self.mask, self.mask_kind, self.bits = options, options.mask, "none", None
+        self.q, self.k, self.v, *self.others = tensors = [_dense(x) for x in (q, k, v, *others)]
+        self.num_heads, self.kv_heads, self.head = q.shape[1], k.shape[1], q.shape[-1]
         self.varlen = options.q_starts is not None
-        self.q, self.k, self.v = (self.heads_first(x) for x in (q, k, v))
-        self.num_heads, self.kv_heads, self.head = self.q.shape[1], self.k.shape[1], self.q.shape[3]
-        self.batch = options.q_starts.shape[0] - 1 if options.q_starts is not None else self.q.shape[0]
+        self.batch = q.shape[0] if options.q_starts is None else options.q_starts.shape[0] - 1
         self.lengths = (options.max_q, options.max_k)
         self.offset = options.max_k - options.max_q if options.bottom_right else 0
         self.scored = bool(options.softcap or options.dropout or options.slopes_N is not None)
-        mask = options.mask
-        if mask is not None:
+        sizes = (q.device, q.shape, k.shape, *options[5:])
+        if (mask := options.mask) is not None:
             for dim, stride in enumerate(mask.stride()):  # of an expanded mask only what is there is packed and judged
                 mask = mask.narrow(dim, 0, 1) if stride == 0 and mask.shape[dim] > 1 else mask
-        self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
-        self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-        self.bits = bits_of(self.mask, with_keys) if self.mask is not None and self.mask_kind == "boolean" else None
-        sizes = (self.q.device, self.q.shape, self.k.shape, None if self.mask is None else self.mask.shape)
-        self.key = (*sizes, self.batch, *options[5:])
-
-    def heads_first(self, x: Tensor) -> Tensor:
-        """(B, N, S, H) of a dense tensor, (1, N, total, H) of packed sequences (total, N, H); last stride 1."""
-        x = x.transpose(0, 1)[None] if self.varlen else x
-        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+            self.mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
+            self.mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+            self.bits = bits_of(self.mask, with_keys=bool(others)) if mask.dtype == torch.bool else None
+            sizes = (*sizes, mask.shape, layout(self.mask))
+        # Of what is made here (results, words, lists) the layouts follow from these.
+        some = [x if x is None else (x.shape, layout(x)) for x in options[1:5]]
+        self.key = (*sizes, *some, *map(layout, tensors))
 
     def plan(self, kernel: str) -> AttentionPlan:
         if self.q.device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
@@ -192,98 +175,115 @@ class _Call:
         )
 
     def launch(
-        self, kernel: Any, plan: AttentionPlan, more: list[tuple[Tensor, int]], outputs: Any, lse: Tensor
+        self,
+        kernel: Any,
+        name: str,
+        known: Launch | None,
+        tiled: Sequence[tuple[Tensor, str]],
+        outputs: Any,
+        lse: Tensor,
     ) -> None:
-        """Run ``kernel`` over the heads and tiles of queries, or `key_gradient` of keys: it takes q, k, v and ``more``,
-        tensors and the rows of their tiles (0: always by address), ``outputs``, and then what all kernels take."""
+        """Run ``kernel`` over the heads and tiles of queries, or `key_gradient` of keys: it takes the tensors of
+        ``tiled``, in tiles of the plan's 'rows' or 'columns' ('': always by address), ``outputs``, and then what all
+        kernels take. ``known``: what is `kept` for it."""
         options, by_column = self.options, kernel is key_gradient
+        plan = self.plan(name) if known is None else known.plan
         mask, lists = self.read_mask(by_column), self.lists(plan, by_column)
-        tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]
+        launch = known or self.plan_launch(by_column, plan, tiled, outputs, lse, mask)
         found = (None, None, None) if lists is None else (lists.items, lists.counts, lists.order)
         some = (mask, *found, options.slopes_N, options.seed, options.q_starts, options.k_starts)
-        written = [each for output in outputs for each in (output if isinstance(output, tuple) else (output,))]
-        key = (plan, *self.key, *map(layout, (*(x for x, _ in tiled), *written, *some)))
-        if (known := _launches.get((kernel, key))) is None:
-            if len(_launches) >= MAX_KEYS:
-                _launches.clear()
-            known = _launches[kernel, key] = self.plan_launch(by_column, plan, tiled, outputs, lse, mask)
-        given = Given(
-            *(self.q if x is None else x for x in some),
-            known.strides,
-            known.lse_strides,
-            known.mask_strides,
-            known.numbers,
-        )
-        width = known.form.width
-        tensors = [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) if known.tma and rows else x
-            for x, rows in tiled
+        if known is None:  # what is compiled knows the types of all; later nobody reads what is not there
+            some = (self.q if x is None else x for x in some)
+        given = Given(*some, *launch.strides, launch.numbers)
+        tiles = [
+            x if tile is None else described(tile, x) for (x, _), tile in zip(tiled, launch.described, strict=True)
         ]
         places = (self.batch if self.varlen else 0, 0, 0) if lists is None else lists.places
-        arguments = (*tensors, *outputs, given, *places, known.form)
-        queue(kernel, key, known.grid, arguments, num_warps=plan.warps, num_stages=plan.stages, **known.limits)
+        arguments = (*tiles, *outputs, given, *places, launch.form)
+        if known is not None:
+            known.compiled[known.grid](*arguments)
+            return
+        # Addresses of single rows take the registers that descriptors do not.
+        limits = {"maxnreg": plan.registers} if plan.registers and launch.form.tma == plan.tma else {}
+        limits |= {"num_warps": plan.warps, "num_stages": plan.stages}
+        keep(name, self.key, launch, queue(kernel, (plan, *self.key), launch.grid, arguments, **limits))
 
     def plan_launch(
-        self, by_column: bool, plan: AttentionPlan, tiled: Any, outputs: Any, lse: Tensor, mask: Tensor | None
-    ) -> _Launch:
+        self,
+        by_column: bool,
+        plan: AttentionPlan,
+        tiled: Sequence[tuple[Tensor, str]],
+        outputs: Any,
+        lse: Tensor,
+        mask: Tensor | None,
+    ) -> Launch:
         options = self.options
         even = not by_column and not self.varlen and options.max_k % plan.columns == 0
         length, tile, heads = (
             (options.max_k, plan.columns, self.kv_heads) if by_column else (options.max_q, plan.rows, self.num_heads)
         )
-        tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
-        strides = [
-            (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
-            for x in (*(x for x, _ in tiled), *outputs)
-            if isinstance(x, Tensor) and x.dim() == 4  # not numbers of rows
-        ]
+        tma = plan.tma and self.takes_tma(*(x for x, side in tiled if side))
+        width = padded_head(self.head)
+        blocks = [[1, 1, getattr(plan, side), width] if tma and side else None for _, side in tiled]
+        written = [x for x in outputs if isinstance(x, Tensor) and x is not lse]  # not numbers of rows
+        strides = tuple(
+            (0, x.stride(1), x.stride(0)) if self.varlen else x.stride()[:3] for x in (*(x for x, _ in tiled), *written)
+        )
+        lse_strides = (0, lse.stride(0)) if self.varlen else lse.stride()[:2]
         numbers = Numbers(
             *self.lengths, options.left or 0, options.right or 0, options.scale, options.softcap, options.dropout
         )
-        tiles = length // tile + self.batch if self.varlen else -(-length // tile)  # as `packed_tile` finds them
-        # Addresses of single rows take the registers that descriptors do not.
-        return _Launch(
-            tma,
-            (tiles, heads, 1 if self.varlen else self.batch),
-            tuple(strides),
-            (0, lse.stride(0)) if self.varlen else lse.stride()[:2],
-            (0, 0, 0, 0) if mask is None else mask_strides(mask),
+        count = length // tile + self.batch if self.varlen else -(-length // tile)  # as `packed_tile` finds them
+        return Launch(
+            plan,
+            tuple(
+                None if block is None else describe(TensorDescriptor, x, x.stride(), block)
+                for (x, _), block in zip(tiled, blocks, strict=True)
+            ),
+            (count, heads, 1 if self.varlen else self.batch),
+            (strides, lse_strides, (0, 0, 0, 0) if mask is None else mask_strides(mask)),
             numbers,
             self.form(plan, tma, even),
-            {"maxnreg": plan.registers} if plan.registers and tma == plan.tma else {},
         )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x``, elements of its last dimension side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """``(out, log2-sum-exp)``; the second is (B, N, S), or (N, total) of packed sequences."""
-    result, lse = empty_of(q), lse_of(q)
+    out, lse = empty_of(q), lse_of(q)
     if q.numel() == 0:
-        return result, lse
+        return out, lse
     if k.numel() == 0:
-        return result.zero_(), lse.fill_(float("inf"))
-    call = _Call(q, k, v, options, with_keys=False)
-    out = call.heads_first(result)
-    if (special := call.specialized()) is not None:
+        return out.zero_(), lse.fill_(float("inf"))
+    call = _Call(q, k, v, options)
+    known = kept("forward", call.key)
+    if (special := call.specialized() if known is None else known.plan) is not None and special.specialized:
         from vblackwell.kernels.attention import hopper  # triton.experimental: only where it runs
 
-        hopper.launch(call, special, out, lse)
-        return result, lse
-    call.launch(attend, call.plan("forward"), [], (out, lse), lse)
-    return result, lse
+        hopper.launch(call, special, known, out, lse)
+        return out, lse
+    tiled = ((call.q, "rows"), (call.k, "columns"), (call.v, "columns"))
+    call.launch(attend, "forward", known, tiled, (out, lse), lse)
+    return out, lse
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    results = empty_of(q), empty_of(k), empty_of(v)
+    dq, dk, dv = empty_of(q), empty_of(k), empty_of(v)
     if q.numel() == 0 or k.numel() == 0:
-        return results[0].zero_(), results[1].zero_(), results[2].zero_()
-    call = _Call(q, k, v, options, with_keys=True)
-    dq, dk, dv, dout, out = (call.heads_first(x) for x in (*results, dout, out))
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    call = _Call(q, k, v, options, dout, out, lse)
+    dout, out, lse = call.others
+    tiled = ((call.q, "rows"), (call.k, "columns"), (call.v, "columns"))
     sums = (lse, torch.empty_like(lse), torch.empty_like(lse))  # and what ``query_gradient`` writes for the other
-    plan = call.plan("dq")
-    call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], (sums, dq), lse)
-    plan = call.plan("dkv")
-    call.launch(key_gradient, plan, [(dout, plan.rows)], (sums, dk, dv), lse)
-    return results
+    known = kept("dq", call.key)
+    call.launch(query_gradient, "dq", known, (*tiled, (out, ""), (dout, "rows")), (sums, dq), lse)
+    known = kept("dkv", call.key)
+    call.launch(key_gradient, "dkv", known, (*tiled, (dout, "rows")), (sums, dk, dv), lse)
+    return dq, dk, dv

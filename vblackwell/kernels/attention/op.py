@@ -7,6 +7,9 @@ unless ``bottom_right`` (the last query sees the last key), which decoding with 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,18 +72,29 @@ def flash_attention(
     planes = 0 if mask is None else mask.shape[:-2].numel()
     if q_BNSH.is_cuda and (reasons := grid_reasons(q_BNSH.shape[0], planes)):
         raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
-    tensors = (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed)
-    return attend_dense(*tensors, causal, bottom_right, window, scale, softcap, dropout)
+    mask = None if mask is None else mask.detach()[(None,) * (4 - mask.dim())]
+    tensors, lengths = (
+        (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed),
+        (None, None, q_BNSH.shape[2], k_BKTH.shape[2]),
+    )
+    return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
 
 
-def attend_dense(  # type: ignore[no-untyped-def]
-    q, k, v, mask, slopes_N, seed, causal, bottom_right, window, scale, softcap, dropout
-) -> Tensor:
-    """`flash_attention` of arguments that were checked."""
-    if mask is not None:
-        mask = mask.detach()[(None,) * (4 - mask.dim())]
-    lengths = (None, None, q.shape[2], k.shape[2])
-    return _attend(q, k, v, mask, slopes_N, seed, lengths, causal, bottom_right, window, scale, softcap, dropout)
+def dense_at_once(learns: bool, queries: int, keys: int, scale: float, options: Any) -> Callable[..., Tensor]:
+    """`flash_attention` of queries, keys, values, a mask or None and slopes or None, with gradients if ``learns``:
+    of arguments that were checked, which have no rules of their own, and with the ``options`` of a Variant, where
+    nothing traces. Half of a call's time on the host would be for that."""
+    compute = _attention.at_once[learns]
+    numbers = (scale, *bounds(options.causal, options.window), options.bottom_right)
+    rest = (None, None, queries, keys, *numbers, options.softcap or 0.0, options.dropout)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes_N: Tensor | None) -> Tensor:
+        if mask is not None:
+            mask = mask.detach()[(None,) * (4 - mask.dim())]
+        seed = new_seed(q.device) if options.dropout else None
+        return compute(q, k, v, mask, slopes_N, seed, *rest)[0]
+
+    return run
 
 
 def flash_attention_varlen(

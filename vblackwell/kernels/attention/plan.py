@@ -137,5 +137,6 @@ def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind
 
 def lse_of(q: Tensor) -> Tensor:
     """Log-sum-exps of dense (B, N, S, H) or packed (total, N, H) queries, without their numbers."""
-    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    first, second, *rest = q.shape
+    shape = (first, second, rest[0]) if len(rest) == 2 else (second, first)
+    return torch.empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)

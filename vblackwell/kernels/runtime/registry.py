@@ -300,7 +300,9 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
                 return compute(args)
         return compute(args)
 
-    return call
+    made: Any = call
+    made.at_once = {False: run, True: node}  # without and with gradients, for callers that have asked all this
+    return made
 
 
 def register_op(

@@ -2,8 +2,10 @@
 of the host with as many numbers as attention's kernels take, as much as the rest of a launch.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,47 @@ from torch import Tensor
 from vblackwell.kernels.runtime.launch import outside_capture
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_launches: dict[tuple[Any, ...], "Launch"] = {}
 MAX_KEYS = 4096  # lengths may be others in every call
+
+
+class Launch(NamedTuple):
+    """What launches alike have in common; none of their tensors."""
+
+    plan: Any
+    described: tuple[Any, ...]  # descriptors of tiles; None: of tensors that are given by address
+    grid: tuple[int, int, int]
+    strides: tuple[Any, ...]
+    numbers: Any
+    form: Any
+    compiled: Any = None
+
+
+def kept(name: str, key: tuple[Any, ...]) -> Launch | None:
+    """What `keep` was given for the kernel ``name`` and ``key``, which holds what `queue` says."""
+    return _launches.get((name, key))
+
+
+def keep(name: str, key: tuple[Any, ...], launch: Launch, compiled: Any) -> None:
+    """Have `kept` find ``launch``, for which ``compiled`` was; nothing was by the interpreter, and nothing is kept."""
+    if compiled is not None:
+        if len(_launches) >= MAX_KEYS:
+            _launches.clear()
+        _launches[name, key] = launch._replace(compiled=compiled)
+
+
+def describe(kind: Any, x: Tensor, strides: Sequence[int], block: list[int], *layout: Any) -> Any:
+    """A descriptor, of class ``kind``, of tiles of tensors such as ``x``, for `described`."""
+    made = kind(x, list(x.shape), list(strides), block, *layout)
+    made.base = None
+    return made
+
+
+def described(descriptor: Any, x: Tensor) -> Any:
+    """``descriptor`` of ``x``, without the checks, which the tensor that it was made of has passed."""
+    made = copy(descriptor)
+    made.base = x
+    return made
 
 
 def layout(x: Tensor | None) -> tuple[Any, ...] | None:
@@ -19,15 +61,16 @@ def layout(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
 
 
-def queue(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], arguments: Any, **options: Any) -> None:
-    """Launch ``kernel`` on the current stream with ``arguments``, which are all of its parameters.
+def queue(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], arguments: Any, **options: Any) -> Any:
+    """Launch ``kernel`` on the current stream with ``arguments``, which are all of its parameters. Returns what was
+    compiled, for callers that find it again by themselves; None from the interpreter.
 
     ``key`` holds the GPU and all that Triton compiles anew for: every number and constant (or what they follow from),
     the `layout` of every tensor, and ``options``, as num_warps, where these are not always the same.
     """
     if (compiled := _compiled.get((kernel, key))) is not None:
         compiled[grid](*arguments)
-        return
+        return compiled
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     # To load it, which nobody may have done before: a call may choose another backend in a graph than outside.
     with outside_capture(torch.device("cuda"), "loading a Triton kernel") if capturing else nullcontext():
@@ -36,3 +79,4 @@ def queue(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], argumen
         if len(_compiled) >= MAX_KEYS:
             _compiled.clear()
         _compiled[kernel, key] = compiled
+    return compiled

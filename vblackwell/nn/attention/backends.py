@@ -34,6 +34,7 @@ from vblackwell.nn.attention.request import (
 
 KIND = "attention"  # of its entries in runtime/tuning.py
 HALF = (torch.bfloat16, torch.float16)
+CUDNN_MASKS = 91900  # the release, as torch.backends.cudnn.version() says it
 MAX_BOUNDED_SCORES = 1 << 22  # of bounds that become a mask: 8 MB
 # By name here, because every call asks them, and each attribute on the way costs.
 _deterministic, _flash_enabled = torch._C._get_deterministic_algorithms, torch._C._get_flash_sdp_enabled
@@ -88,13 +89,28 @@ def _cudnn_reasons(r: AttentionRequest) -> Iterator[str]:
     if r.head % 8:
         yield f"a head of {r.head} is no multiple of 8"
     if r.mask != "none":
-        yield "a mask"
+        yield from _cudnn_mask_reasons(r)
     if r.causal and r.queries != r.keys:
         yield f"causal over {r.queries} x {r.keys}"
     if r.queries == 1 or r.keys == 1:
         yield "a sequence of one"
     if r.deterministic:  # refused then even where no gradient is wanted
         yield "its backward is not deterministic"
+
+
+def _cudnn_mask_reasons(r: AttentionRequest) -> Iterator[str]:
+    """Against masks: what was not compared with float64, rows that see nothing among it."""
+    if r.refused is None or not HAS_OPERATORS:
+        yield "a mask, where the tensors are not known"
+    elif r.capability != (9, 0) or (torch.backends.cudnn.version() or 0) < CUDNN_MASKS:
+        yield f"a mask: only on compute capability 9.0, from cuDNN {CUDNN_MASKS} on"
+    if r.dropout:
+        yield "a mask together with dropout"
+    if r.mask_gradient:
+        yield "the mask wants a gradient"
+    # Its backward gives NaN where log-sum-exps are under -88 (pytorch/pytorch#196678, at heads up to 128).
+    if r.gradient and (r.head > 128 or r.keys % 128 == 64):
+        yield "gradients with a mask, at a head over 128 or 64 keys in the last 128"
 
 
 def _flash_reasons(r: AttentionRequest) -> Iterator[str]:
@@ -148,7 +164,12 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
     if r.dtype == torch.float32:
         return ("efficient", "triton", "math", "cudnn", "flash")
     if r.small and (r.mask != "none" or r.bounded):
-        return ("efficient", "triton", "flash", "cudnn", "math")
+        # In a graph the copies that 'efficient' needs of shared heads are more kernels.
+        copied = r.captured and r.heads != r.kv_heads
+        return ("cudnn", *(("triton", "efficient") if copied else ("efficient", "triton")), "flash", "math")
+    if r.mask != "none":  # whose tiles the own kernel skips where they hide all; of numbers that is rare
+        added = r.mask == "additive" and r.gradient and r.head <= 64
+        return (*(("cudnn", "triton") if added else ("triton", "cudnn")), "flash", "efficient", "math")
     # For a few queries flash splits the keys over programs.
     first = ("cudnn", "flash") if r.queries > 16 and r.capability >= (9, 0) else ("flash", "cudnn")
     if r.small and not r.deterministic:
@@ -188,8 +209,8 @@ def attention(
         how, request, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
         run = operator(name, request, how._replace(mask=None, alibi_slopes_N=None))
         if run is None:
-            causal, runs = how.causal, BACKENDS[name].run
-            run = lambda q, k, v, now: runs(q, k, v, now._replace(causal=causal))  # noqa: E731
+            seen, runs = {"causal": how.causal, "window": how.window}, BACKENDS[name].run
+            run = lambda q, k, v, now: runs(q, k, v, now._replace(**seen))  # noqa: E731
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
         prepared = _prepared[key] = run, name
@@ -203,6 +224,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) ->
     op.check_options(q, variant.scale, variant.softcap, variant.alibi_slopes_N, variant.dropout)
     if variant.causal and variant.bottom_right and q.shape[2] == 1 and variant.window is None:
         variant = variant._replace(causal=False)  # a single query at the end sees everything: decoding
+    if variant.window is not None and variant.window >= max(q.shape[2], k.shape[2]):
+        variant = variant._replace(window=None)  # it hides nothing
     request = request_of(q, k, v, variant)
     return variant, request, choose_attention(request, backend)
 
@@ -218,16 +241,17 @@ def _key(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tup
     mask, slopes = variant.mask, variant.alibi_slopes_N
     how: tuple[Any, ...] = variant
     if mask is not None or slopes is not None:  # shapes in place of tensors, which a key must not keep alive
-        how = (_place(mask), _place(slopes), *variant._replace(mask=None, alibi_slopes_N=None))
+        how = (*_place(mask), *variant[1:6], *_place(slopes), variant.dropout)
     learns = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    switches = _deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled()
-    process = (*switches, registry.asked_for(KIND), is_captured(q))
-    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device)
-    return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), types, how, learns, process, backend
+    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device, learns, backend)
+    switches = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled())
+    # Flat, because to hash tuples in tuples costs.
+    sizes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    return *sizes, *types, *switches, registry.asked_for(KIND), is_captured(q), *how
 
 
 def _place(x: Tensor | None) -> tuple[Any, ...]:
-    return () if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    return (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
 
 
 def neighbours_key(r: AttentionRequest) -> str:

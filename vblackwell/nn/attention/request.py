@@ -75,8 +75,8 @@ class AttentionRequest(NamedTuple):
     def small(self) -> bool:
         """Whether launches take longer than what the faster kernel saves; False where the tensors are not known."""
         masked = self.mask != "none" or self.bounded
-        if self.refused is None or (masked and self.captured and (self.bounded or self.heads != self.kv_heads)):
-            return False  # in a graph, what 'efficient' needs of bounds and shared heads are more kernels
+        if self.refused is None or (self.captured and self.bounded):
+            return False  # in a graph, what 'efficient' needs of bounds are more kernels
         return 4 * self.batch * self.heads * self.queries * self.keys * self.head < SMALL[masked, self.captured]
 
     @property
@@ -110,7 +110,7 @@ def computes_at_once(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the operators that are called here run here, on the types that they are given."""
     if not registry.computes_at_once() or registry.functions_are_seen() or registry.differentiating_forward():
         return False
-    if not type(q) is type(k) is type(v) is Tensor:
+    if not type(q) is type(k) is type(v) is Tensor or q.is_neg() or k.is_neg() or v.is_neg():
         return False
     device = "cuda" if q.is_cuda else "cpu"
     return not torch.is_autocast_enabled(device) or q.dtype == torch.get_autocast_dtype(device)
