@@ -2,6 +2,7 @@
 of the host with as many numbers as attention's kernels take, as much as the rest of a launch.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.runtime.launch import outside_capture
+from vblackwell.kernels.runtime.registry import on_device
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 MAX_KEYS = 4096  # lengths may be others in every call
@@ -36,3 +38,15 @@ def queue(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], argumen
         if len(_compiled) >= MAX_KEYS:
             _compiled.clear()
         _compiled[kernel, key] = compiled
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], warps: int
+) -> None:
+    """`queue` of a kernel whose parameters are ``tensors``, not None the first, and then ``numbers`` and constants, on
+    the GPU of that tensor."""
+    first = tensors[0]
+    assert first is not None
+    with on_device(first):
+        key = (first.device, warps, numbers, *map(layout, tensors))
+        queue(kernel, key, grid, (*tensors, *numbers), num_warps=warps)
