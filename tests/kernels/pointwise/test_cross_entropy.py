@@ -6,7 +6,6 @@ from torch.nn import functional
 
 from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, normal, poisoned, relative, results
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.pointwise import cross_entropy as module
 from vblackwell.kernels.pointwise.cross_entropy import chunk_tokens_for, linear_cross_entropy
 from vblackwell.kernels.runtime.registry import use_backend
 
@@ -270,7 +269,7 @@ def test_opcheck_and_compile():
     hidden, weight, targets = case(6, 8, 13, torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
     args = (hidden, weight, None, targets, -100, 4, True, True, False)
-    torch.library.opcheck(module._linear_cross_entropy, args)
+    torch.library.opcheck(torch.ops.vblackwell.linear_cross_entropy, args)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
     got = torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))

@@ -100,10 +100,10 @@ def test_no_rows():
 
 def test_opcheck():
     inputs = tuple(tensor.requires_grad_() for tensor in case(torch.float32))
-    torch.library.opcheck(module.feed_forward_block, (*inputs[:2], EPS, *inputs[2:], True))
+    torch.library.opcheck(torch.ops.vblackwell.feed_forward_block, (*inputs[:2], EPS, *inputs[2:], True))
     x, norm, *weights = [tensor.detach() for tensor in inputs]
     torch.library.opcheck(
-        module._feed_forward_block_backward, (x, x, norm, EPS, *weights, [True, True, False, True, True])
+        torch.ops.vblackwell.feed_forward_block_backward, (x, x, norm, EPS, *weights, [True, True, False, True, True])
     )
 
 

@@ -91,8 +91,8 @@ def test_checkpoint_and_saved_tensor_hooks_change_no_bit():
 
 def test_opcheck_and_compile():
     x, w = normal(3, 24).requires_grad_(), normal(24, seed=1).requires_grad_()
-    torch.library.opcheck(module._rms_norm, (x, None, w, EPS))
-    torch.library.opcheck(module._rms_norm, (x, x.detach(), w, EPS))
+    torch.library.opcheck(torch.ops.vblackwell.rms_norm, (x, None, w, EPS))
+    torch.library.opcheck(torch.ops.vblackwell.rms_norm, (x, x.detach(), w, EPS))
     compiled = torch.compile(
         lambda a, b: module._rms_norm(a, a * 2, b, EPS)[0] * 3, fullgraph=True, backend="aot_eager"
     )

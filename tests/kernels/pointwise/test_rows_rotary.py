@@ -90,7 +90,7 @@ def test_turning_back_gives_what_was_turned():
 def test_opcheck_and_compile():
     q, k, cos, sin = case(2, 5, 3, 1, 8, torch.float32)
     q, k = q.transpose(1, 2).requires_grad_(), k.transpose(1, 2).requires_grad_()
-    torch.library.opcheck(module._rotary, (q, k, cos, sin, False))
+    torch.library.opcheck(torch.ops.vblackwell.rotary, (q, k, cos, sin, False))
     compiled = torch.compile(
         lambda a, b: module._rotary(a, b, cos, sin, False)[0] * 3, fullgraph=True, backend="aot_eager"
     )

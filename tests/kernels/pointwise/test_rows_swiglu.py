@@ -93,9 +93,9 @@ def test_with_the_linear_after_it(dtype):
 
 def test_opcheck_and_compile():
     gate, up = normal(3, 24).requires_grad_(), normal(3, 24, seed=1).requires_grad_()
-    torch.library.opcheck(module._swiglu, (gate, up))
-    torch.library.opcheck(swiglu_backward, (gate.detach(), gate.detach(), up.detach(), True))
-    torch.library.opcheck(module.swiglu_linear, (gate, up, normal(5, 24, seed=2).requires_grad_(), True))
+    torch.library.opcheck(torch.ops.vblackwell.swiglu, (gate, up))
+    torch.library.opcheck(torch.ops.vblackwell.swiglu_backward, (gate.detach(), gate.detach(), up.detach(), True))
+    torch.library.opcheck(torch.ops.vblackwell.swiglu_linear, (gate, up, normal(5, 24, seed=2).requires_grad_(), True))
     compiled = torch.compile(lambda a, b: module._swiglu(a, b) * 3, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad((module._swiglu(gate, up) * 3).sum(), (gate, up))
     for got, right in zip(torch.autograd.grad(compiled(gate, up).sum(), (gate, up)), expected, strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.pointwise import rows_triton
+from vblackwell.kernels.runtime import triton_launch
 
 
 def rms_norm(*inputs: Tensor) -> list[Tensor]:
@@ -61,7 +62,7 @@ def test_every_launch_is_on_its_tensors_device(
         asked.append(x.device.type)
         yield
 
-    monkeypatch.setattr(rows_triton, "on_device", on_device)
+    monkeypatch.setattr(triton_launch, "on_device", on_device)
     op(*inputs(device))
     assert asked == [device] * launches
 

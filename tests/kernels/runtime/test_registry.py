@@ -50,6 +50,11 @@ def _placed(x: Tensor) -> Tensor:
 OP = torch.ops.vblackwell.scaled
 
 
+@register_op(lambda x, *_: torch.empty_like(x), direct=True)
+def _added(x: Tensor, numbers: list[int], wanted: list[bool]) -> Tensor:
+    return x + sum(number for number, each in zip(numbers, wanted, strict=True) if each)
+
+
 def given(**how) -> tuple[Tensor, Tensor, float]:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(4, 6, generator=generator).requires_grad_(**how), torch.tensor(1.7), 2.5
@@ -90,6 +95,14 @@ def test_arguments_by_name():
     assert _scaled.__doc__ == "``x`` times ``scale`` to the power."
     with pytest.raises(TypeError, match="power"):
         _scaled(x, scale)
+
+
+def test_lists_of_numbers():
+    x, lists = given()[0].detach(), ([3, 4, 5], [True, False, True])
+    assert torch.equal(_added(x, *lists), x + 8)
+    with Seen() as seen:
+        assert torch.equal(_added(x, *lists), x + 8)
+    assert torch.ops.vblackwell.added.default in seen.functions
 
 
 def test_what_has_no_second_derivative_says_so():

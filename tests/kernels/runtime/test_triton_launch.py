@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vblackwell.kernels.runtime import triton_launch
-from vblackwell.kernels.runtime.triton_launch import Launch, describe, described, keep, kept, layout, queue
+from vblackwell.kernels.runtime.triton_launch import Launch, describe, described, keep, kept, launch, layout, queue
 
 
 class Compiled:
@@ -100,3 +100,12 @@ def test_a_layout_is_the_type_the_strides_and_the_alignment():
     assert layout(None) is None and layout(x) == layout(torch.ones(3, 16))
     others = [x.half(), x[:, ::2], torch.zeros(8, 17)[:, :16], torch.zeros(129)[1:].view(8, 16)]
     assert len({layout(each) for each in (x, *others)}) == 5
+
+
+def test_a_launch_is_compiled_for_its_tensors_numbers_and_warps():
+    kernel, x = Kernel(), torch.zeros(16)
+    changes = [{}, {"numbers": (4, False)}, {"tensors": (x, None)}, {"tensors": (x, x.half())}, {"warps": 8}]
+    for change in changes * 2:
+        launch(kernel, (2, 1, 1), **{"tensors": (x, x), "numbers": (3, False), "warps": 4, **change})
+    assert kernel.compilations == len(changes)
+    assert kernel.log[0] == ("triton", (2, 1, 1), (x, x, 3, False), {"num_warps": 4})

@@ -124,7 +124,7 @@ def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-unty
     return dhidden, dweight, dbias, None, *nothing
 
 
-@register_op(_fake_linear_cross_entropy, save=_save, backward=_backward)
+@register_op(_fake_linear_cross_entropy, save=_save, backward=_backward, direct=True)
 def _linear_cross_entropy(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -197,7 +197,7 @@ def _torch_step(logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_ind
         logits_CV.copy_(wide_CV.where(counted_C[:, None], 0.0))
 
 
-@register_op(lambda x, factor: torch.empty_like(x))
+@register_op(lambda x, factor: torch.empty_like(x), direct=True)
 def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor`` in fp32, rounded once to the type of ``x``: a 0-dim factor would be rounded to it first."""
     if runs_triton("cross_entropy", x, 0):

@@ -155,7 +155,7 @@ def _backward_block(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     return dx, dnorm_D, None, *dweights, None
 
 
-@register_op(lambda x, *rest: x.new_empty(x.shape), save=_save_block, backward=_backward_block)
+@register_op(lambda x, *rest: x.new_empty(x.shape), save=_save_block, backward=_backward_block, direct=True)
 def feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool
 ) -> Tensor:
@@ -192,7 +192,7 @@ def feed_forward_block(
     return y
 
 
-@register_op(lambda dy, x, norm, eps, *weights: _empty_gradients(x, (norm, *weights[:-1]), weights[-1]))
+@register_op(lambda dy, x, norm, eps, *weights: _empty_gradients(x, (norm, *weights[:-1]), weights[-1]), direct=True)
 def _feed_forward_block_backward(
     dy: Tensor,
     x: Tensor,

@@ -82,7 +82,7 @@ def _fake_rms_norm(x, residual, weight_D, eps):  # type: ignore[no-untyped-def]
     return y, x.new_empty(x.shape if residual is not None else (0,)), scale_R
 
 
-@register_op(_fake_rms_norm, save=_save_rms_norm, backward=_backward_rms_norm)
+@register_op(_fake_rms_norm, save=_save_rms_norm, backward=_backward_rms_norm, direct=True)
 def _rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return kernels().rms_norm(x, residual, weight_D, eps)
 
@@ -91,7 +91,7 @@ def _fake_rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight):  # t
     return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape if with_weight else (0,))
 
 
-@register_op(_fake_rms_norm_backward)
+@register_op(_fake_rms_norm_backward, direct=True)
 def _rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -113,6 +113,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     lambda gate, up: gate.new_empty(gate.shape),
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     backward=lambda ctx, dy: swiglu_backward(dy, *ctx.saved_tensors, False)[:2],
+    direct=True,
 )
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return kernels().swiglu(gate, up)
@@ -122,7 +123,7 @@ def _fake_swiglu_backward(dy, gate, up, with_product):  # type: ignore[no-untype
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape if with_product else (0,))
 
 
-@register_op(_fake_swiglu_backward)
+@register_op(_fake_swiglu_backward, direct=True)
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless wanted. Triton only."""
     return kernels().swiglu_backward(dy, gate, up, with_product)
@@ -142,6 +143,7 @@ def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     lambda gate, up, weight_DI, wanted: gate.new_empty(*gate.shape[:-1], weight_DI.shape[0]),
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]),
     backward=_backward_linear,
+    direct=True,
 )
 def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
     """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone:
@@ -232,7 +234,10 @@ def _backward_rotary(ctx, dq_BNSH: Tensor, dk_BKSH: Tensor):  # type: ignore[no-
 
 
 @register_op(
-    lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)), save=_save_rotary, backward=_backward_rotary
+    lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)),
+    save=_save_rotary,
+    backward=_backward_rotary,
+    direct=True,
 )
 def _rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     return kernels().rotate(q_BNSH, k_BKSH, cos, sin, inverse)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.runtime.registry import empty_of, on_device
+from vblackwell.kernels.runtime.registry import empty_of
+from vblackwell.kernels.runtime.triton_launch import launch
 
 # -- RMSNorm -----------------------------------------------------------------------------------------------------------
 # A program normalises a few whole rows at a time, held in registers, while the next are on their way to shared memory:
@@ -150,6 +151,28 @@ def tile_of(width: int) -> tuple[int, int, int]:
     return rows, block, max(4, min(32, rows * block // 512))
 
 
+@functools.lru_cache(maxsize=1024)
+def _forward_launch(
+    device: torch.device, rows: int, width: int, x_bytes: int, weight_bytes: int, has_residual: bool
+) -> tuple[Tile, int, int]:
+    """(tile, programs, warps) of the forward, of elements' bytes."""
+    at_once, block, warps = tile_of(width)
+    tiles, programs = tiles_of(-(-rows // at_once), FORWARD_PROGRAMS)
+    stages = forward_stages(width, x_bytes, weight_bytes, has_residual, shared_bytes_of(device))
+    return Tile(width, at_once, block, tiles, stages), programs, warps
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    device: torch.device, rows: int, width: int, x_bytes: int, has_dtotal: bool
+) -> tuple[Tile, int, int]:
+    """The same of the backward."""
+    at_once, block, warps = tile_of(width)
+    tiles, programs = tiles_of(-(-rows // at_once), BACKWARD_PROGRAMS)
+    stages = backward_stages(width, x_bytes, has_dtotal, shared_bytes_of(device))
+    return Tile(width, at_once, block, tiles, stages), programs, warps if block <= ROWS_TILE else 32
+
+
 def rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``(y, x + residual, 1 / rms of each row)``; without a residual the second is empty."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
@@ -158,14 +181,10 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -
     total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
     scale_R = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        at_once, block, warps = tile_of(width)
-        tiles, programs = tiles_of(-(-rows // at_once), FORWARD_PROGRAMS)
-        shared = shared_bytes_of(x.device)
-        stages = forward_stages(width, x.element_size(), weight_D.element_size(), residual is not None, shared)
-        tile = Tile(width, at_once, block, tiles, stages)
+        size, weight_size = x.element_size(), weight_D.element_size()
+        tile, programs, warps = _forward_launch(x.device, rows, width, size, weight_size, residual is not None)
         added, weight_D = None if residual is None else residual.contiguous(), weight_D.contiguous()
-        with on_device(y):
-            _rms_norm[(programs,)](x_RD, added, weight_D, y, total, scale_R, rows, eps, tile, num_warps=warps)
+        launch(_rms_norm, (programs, 1, 1), (x_RD, added, weight_D, y, total, scale_R), (rows, float(eps), tile), warps)
     return y, total, scale_R
 
 
@@ -181,16 +200,12 @@ def rms_norm_backward(
     """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``; the first is ``out`` if given."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    at_once, block, warps = tile_of(width)
-    tiles, programs = tiles_of(-(-rows // at_once), BACKWARD_PROGRAMS)
+    tile, programs, warps = _backward_launch(x.device, rows, width, x.element_size(), dtotal is not None)
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device) if with_weight else None
     if rows:
-        stages = backward_stages(width, x.element_size(), dtotal is not None, shared_bytes_of(x.device))
-        tile, warps = Tile(width, at_once, block, tiles, stages), warps if block <= ROWS_TILE else 32
         added = None if dtotal is None else dtotal.contiguous()
         tensors = (dy.contiguous(), added, x.contiguous(), weight_D.contiguous(), scale_R, dx, partial)
-        with on_device(dx):
-            _rms_norm_backward[(programs,)](*tensors, rows, tile, num_warps=warps)
+        launch(_rms_norm_backward, (programs, 1, 1), tensors, (rows, tile), warps)
     if partial is None:
         return dx, weight_D.new_empty(0)
     if not rows:
@@ -198,9 +213,8 @@ def rms_norm_backward(
     # Filled by the sums alone: zeroing it first would be one more launch, compared with some 75 us for 16384 rows of
     # 2560 on an H200.
     dweight_D = torch.empty_like(weight_D, memory_format=torch.contiguous_format)
-    grid, parts = (triton.cdiv(width, SUM_COLUMNS),), triton.next_power_of_2(programs)
-    with on_device(dx):
-        _sum[grid](partial, dweight_D, programs, D=width, ROWS=parts, COLUMNS=SUM_COLUMNS, num_warps=4)
+    numbers = (programs, width, triton.next_power_of_2(programs), SUM_COLUMNS)
+    launch(_sum, (triton.cdiv(width, SUM_COLUMNS), 1, 1), (partial, dweight_D), numbers, 4)
     return dx, dweight_D
 
 
@@ -254,12 +268,11 @@ def _launch(kernel: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor | N
         parts = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in flat]
         (rows, width), strides = parts[0].shape, [tensor.stride(0) for tensor in parts]
     parts += [None if out is None else out.view(rows, width) for out in outputs]
-    with on_device(tensors[0]):
-        for start in range(0, rows, MAX_ROWS):
-            now = min(MAX_ROWS, rows - start)
-            grid = (triton.cdiv(width, SWIGLU_BLOCK), now)
-            some = parts if now == rows else [x if x is None else x[start : start + now] for x in parts]
-            kernel[grid](*some, width, *strides, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    for start in range(0, rows, MAX_ROWS):
+        now = min(MAX_ROWS, rows - start)
+        grid = (triton.cdiv(width, SWIGLU_BLOCK), now, 1)
+        some = parts if now == rows else [x if x is None else x[start : start + now] for x in parts]
+        launch(kernel, grid, some, (width, *strides, SWIGLU_BLOCK), SWIGLU_WARPS)
 
 
 def swiglu(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -385,8 +398,7 @@ def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bo
     for table in (cos, sin):
         strides.append((table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0, table.stride(-2)))
     tensors, by = (q, k, q_out, k_out, cos, sin), Rotation(heads, k.shape[1], width // 2, block, at_once, inverse)
-    with on_device(q):
-        _rotate[(batch * length,)](*tensors, length, tuple(strides), by, num_warps=4)
+    launch(_rotate, (batch * length, 1, 1), tensors, (length, tuple(strides), by), 4)
     return q_out, k_out
 
 
@@ -409,8 +421,7 @@ def store(
     strides = (*(x.stride()[:2] for x in (q, k, v)), keys_BKTH.stride()[:3])
     half = width // 2
     by = Rotation(heads, k.shape[1], half, triton.next_power_of_2(half), 1, False)
-    with on_device(q):
-        _store[(batch, heads + 2 * k.shape[1])](*tensors, strides, by, num_warps=1)
+    launch(_store, (batch, heads + 2 * k.shape[1], 1), tensors, (strides, by), 1)
     return out
 
 
@@ -476,9 +487,8 @@ def loss_and_gradient_(
     rows, words = logits_CV.shape
     block = min(LOSS_BLOCK, triton.next_power_of_2(words))
     if rows:
-        tensors, numbers = (logits_CV, targets_C.contiguous(), loss_C), (logits_CV.stride(0), ignore_index)
-        with on_device(logits_CV):
-            _loss_and_gradient[(rows,)](*tensors, *numbers, words, gradients, block, num_warps=LOSS_WARPS)
+        numbers = (logits_CV.stride(0), ignore_index, words, gradients, block)
+        launch(_loss_and_gradient, (rows, 1, 1), (logits_CV, targets_C.contiguous(), loss_C), numbers, LOSS_WARPS)
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -487,6 +497,5 @@ def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
     y = torch.empty_like(x) if out is None else out
     count = x.numel()
     if count:
-        with on_device(x):
-            _scale[(triton.cdiv(count, 2048),)](x, factor, y, count, BLOCK=2048, num_warps=4)
+        launch(_scale, (triton.cdiv(count, 2048), 1, 1), (x, factor, y), (count, 2048), 4)
     return y

@@ -200,8 +200,16 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
     Raises Unsupported where ``use_backend`` asked for one that refuses; it is not asked under ``torch.compile``."""
     if is_compiling():
         return x.device.type == "cuda" and x.dtype in DTYPES and row <= LONGEST_ROW
-    request = Request(x.device, capability(x.device), x.dtype, op, x.numel() // max(row, 1), row, row)
-    return choose(op, _ROW_TABLES.get(x.device.type, (_TORCH,)), request).run()
+    usual = asked_for(op) is None and not differentiating_forward()
+    return (_usual_row_choice if usual else _row_choice)(op, x.device, capability(x.device), x.dtype, row)
+
+
+def _row_choice(op: str, device: torch.device, found: tuple[int, int], dtype: torch.dtype, row: int) -> bool:
+    request = Request(device, found, dtype, op, 1, row, row)
+    return choose(op, _ROW_TABLES.get(device.type, (_TORCH,)), request).run()
+
+
+_usual_row_choice = functools.lru_cache(maxsize=1024)(_row_choice)  # every call of an op asks
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -228,7 +236,7 @@ def _under_autocast(call: Callable[..., Any], cast: bool, x: Tensor, *rest: Any)
 
 def _is_plain(kind: type) -> bool:
     """Whether torch has no rule for arguments of a class, as for DTensors, fake tensors and symbolic numbers."""
-    plain = kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None)))
+    plain = kind is Tensor or issubclass(kind, (int, float, str, torch.dtype, type(None), list))
     if not plain and issubclass(kind, Tensor):
         rules = ("__torch_function__", "__torch_dispatch__")
         plain = all(getattr(kind, rule) == getattr(torch.nn.Parameter, rule) for rule in rules)
@@ -251,7 +259,8 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
     where nothing but autograd and autocast has to do with the call (an op costs the host 27 us, with gradients 95)."""
     overload, signature = op._opoverload, inspect.signature(run)
     types = [str(each.type) for each in overload._schema.arguments]
-    assert types[0] == "Tensor" and not any("List" in each for each in types), "autograd sees no tensors in lists"
+    lists = any("List" in each and "Tensor" in each for each in types)
+    assert types[0] == "Tensor" and not lists, "autograd sees no tensors in lists"
     count = len(types)
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -318,7 +327,7 @@ def register_op(
 
     ``autocast``: the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype ('cast') or taken as it
     is given, as in a backward ('keep'); None: no rule. ``direct``: give back a function that calls the decorated one
-    itself where nothing has to see an op; of single tensors, the first argument one. Else, the op.
+    itself where nothing has to see an op; no lists of tensors, the first argument one. Else, the op.
     """
 
     def register(run: Callable[..., Any]) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.runtime.launch import outside_capture
+from vblackwell.kernels.runtime.registry import on_device
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _launches: dict[tuple[Any, ...], "Launch"] = {}
@@ -80,3 +81,15 @@ def queue(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], argumen
             _compiled.clear()
         _compiled[kernel, key] = compiled
     return compiled
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], warps: int
+) -> None:
+    """`queue` of a kernel whose parameters are ``tensors``, not None the first, and then ``numbers`` and constants, on
+    the GPU of that tensor."""
+    first = tensors[0]
+    assert first is not None
+    with on_device(first):
+        key = (first.device, warps, numbers, *map(layout, tensors))
+        queue(kernel, key, grid, (*tensors, *numbers), num_warps=warps)
