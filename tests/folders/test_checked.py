@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import peft
@@ -18,6 +19,8 @@ from tests.generate.test_streamed_generate import folder_of, tokenizer  # noqa: 
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError
 from vblackwell.planner.model_spec import find_model
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.model import find_model as find_trainable
 
 STREAMED = ["--fast-memory", "128KiB", "--host-memory", "4MiB"]
 
@@ -117,8 +120,12 @@ def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # 
 def test_a_run_s_folder_names_the_model_in_it(folder_of, tmp_path):  # noqa: F811
     shutil.copytree(folder_of("llama"), tmp_path / "final")
     assert find_model(str(tmp_path / "final"), {}, 16).vocab_size == 259
-    with pytest.raises(ConfigurationError, match=f"is the folder of a run, not of a model: give {tmp_path}/final"):
-        find_model(str(tmp_path), {}, 16)
+    for find in (
+        lambda: find_model(str(tmp_path), {}, 16),
+        lambda: find_trainable(TrainConfig(model=str(tmp_path)), ExitStack()),
+    ):
+        with pytest.raises(ConfigurationError, match=f"is the folder of a run, not of a model: give {tmp_path}/final"):
+            find()
 
 
 def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monkeypatch, capsys, refused):  # noqa: F811

@@ -158,7 +158,8 @@ def list_gpus() -> list[GPUFacts]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+        code: int = getattr(error, "value", -1)  # which its __new__ sets
+        if code not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
             said = f"no GPU is seen, for the NVIDIA driver does not answer ({error})"
             warnings.warn(f"{said}: run nvidia-smi, and mend or restart what it names", stacklevel=2)
         return []

@@ -163,7 +163,8 @@ def _gpu(capability: tuple[int, int], num_sms: int) -> Gpu:
 
 
 def _fp4_linear(gpu: Gpu, x: Tensor, *rest: Any) -> int:
-    return fp4_workspace_bytes(rows_of(x), *rest[-2:], x.dtype, gpu)
+    n, k = rest[-2:]
+    return fp4_workspace_bytes(rows_of(x), n, k, x.dtype, gpu)
 
 
 def _w4a8(gpu: Gpu, x: Tensor, *rest: Any) -> int:

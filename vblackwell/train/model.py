@@ -16,7 +16,7 @@ from vblackwell.data.corpus import Corpus
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
-from vblackwell.folders.folder import find_folder, read_tokenizer
+from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.adapters import adapt, adapted
 from vblackwell.generate.causal_lm import config_json
@@ -83,6 +83,7 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
             verify_folder(folder)
         except CorruptData as error:
             raise CorruptData(f"{error}, or remove {MANIFEST} if you changed the folder yourself") from error
+    read_config(folder)  # says what the folder is, if it is none of a model
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
     found = trainable(model_on_meta(folder, torch.float32))

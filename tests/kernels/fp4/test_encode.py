@@ -219,6 +219,26 @@ def test_straight_through_rounding_is_two_launches(format):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("search", ["mse", "max"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_compiled_kernel_packs_every_case(format, search):
+    """All of `CASES`, of which the interpreter has a selection, and both parts of nvfp4."""
+    for case, make in CASES.items():
+        w = make()
+        with poisoned():
+            found = encode.quantize(w.cuda(), format, search)
+        assert_same(found, fp4.quantize(w, format, search))
+        if format == "nvfp4":
+            assert_same(encode.separate(w.cuda(), search), separation.separate(w, search))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16) if search == "max" and w.dim() == 2 else ():
+            with poisoned():
+                values = encode.round_trip(w.cuda(), FORMATS[format], dtype).cpu()
+            expected = round_trip(w, FORMATS[format], dtype)
+            same = torch.equal(values, expected) and torch.equal(values.signbit(), expected.signbit())
+            assert same, f"{case} in {dtype}"
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("search", ["mse", "max"])
 @pytest.mark.parametrize("format", FORMATS)
