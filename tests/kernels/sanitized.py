@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from tests.kernels.attention.oracle import inputs, use_plans
+from tests.kernels.attention.test_paged import Cache
+from tests.kernels.attention.test_paged import Case as PagedCase
 from tests.kernels.emulation import A100, random_weight
 from tests.kernels.fp4 import paths as fp4_paths
 from tests.kernels.fp4.test_two_part import random_parts, wide_weight
@@ -206,6 +208,13 @@ def decoding() -> None:
     with use_backend("store_rotated", "triton"), use_backend("decode_attention", "triton"):
         q = store_rotated(q, k, v, keys, values, normal(200, 24), normal(200, 24), at)
         decode_attention(q, keys, values, at)
+
+
+@case("paged_triton._attend", "paged_triton._merge_chunks", "paged_triton._store_rows")
+def paged() -> None:
+    with use_backend("paged_attention", "triton"), use_backend("store_pages", "triton"):
+        for page, options in ((32, {}), (5, {"window": 40, "softcap": 2.0})):
+            Cache(PagedCase((1, 37, 0, 1), (200, 137, 3, 65), heads=6, width=24, page=page)).attend(**options)
 
 
 @case("encode_triton._encode", "encode_triton._maxima", "tile_triton._words", "tile_triton._scales")

@@ -3,8 +3,9 @@
 
 A separate process: Triton's interpreter must be off. Arguments: compute capability, and cases as
 ``kernel,head,mask``, with ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) after it, the kernel being forward, dq, dkv
-or, on 90, specialized; and after those ``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one
-(rows, columns, warps, stages, most registers). Default: every one of
+or, on 90, specialized; or steps or prompts, which take keys in pages, of 16 for the feature small. After those
+``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most
+registers). Default: every one of
 the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with
 registers of a thread, how many programs a multiprocessor holds and, of each loop that has matrix products, instructions
 of a warp and waits for products, in the order of the code; shared bytes; spilled bytes of a thread.
@@ -43,6 +44,7 @@ FEATURES["all"] = {
     "bottom_right": True,
     "group": 4,
 }
+FEATURES["small"] = {"page": 16}
 SCORED = ("dropout", "softcap", "alibi", "all")
 
 
@@ -185,6 +187,41 @@ def build_specialized(
     return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])
 
 
+def build_paged(
+    kernel_name: str, head: int, dtype: str, capability: int, plan: Any = None, page: int = 0, **features: Any
+) -> tuple[str, int, int, int, Loops]:
+    """The same of paged_triton.py's kernel for single queries, whose chunks go to memory, or for prompts."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vblackwell.kernels.attention.paged_triton import How, _attend, form_of
+    from vblackwell.kernels.attention.plan import CHUNK, paged_plans
+
+    steps, names = kernel_name == "steps", _attend.arg_names
+    itemsize, precision = (4, "ieee") if dtype == "fp32" else (2, "tf32")
+    plan = plan or paged_plans(head, itemsize, SHARED_BYTES[capability])[0 if steps else 1]
+    how = How(steps, CHUNK // plan.columns, 64)
+    form = form_of(plan, how, 4, head, page, features.get("has_left", False), features.get("softcap", False), precision)
+    signature: dict[str, Any] = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
+    signature |= {"parts": ("*fp32",) * 3, **dict.fromkeys(("starts_ptr", "table_ptr", "lengths_ptr"), "*i32")}
+    signature |= {"strides": (("i32",) * 2, ("i32",) * 3, ("i32",) * 2, "i32"), "sizes": ("i32",) * 3}
+    signature |= {"numbers": ("i32", "fp32", "fp32"), "FORM": "constexpr", "HOW": "constexpr"}
+    places = {name: names.index(name) for name in signature}
+    aligned = [(places[name],) for name, kind in signature.items() if kind[0] == "*"]
+    aligned += [(places["parts"], i) for i in range(3)]
+    aligned += [(places["strides"], i, j) for i, count in enumerate((2, 3, 2)) for j in range(count)]
+    source = ASTSource(
+        _attend,
+        {name: signature[name] for name in names},
+        constexprs={(places["FORM"],): form, (places["HOW"],): how},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])
+
+
 def said_of(cubin: bytes, tool: str, *options: str) -> str:
     """What one of the tools that come with triton says of a kernel."""
     import triton
@@ -254,8 +291,9 @@ def everything(capability: int) -> list[list[str]]:
     """All cases of a class of GPU; TMA can only be refused where there is one."""
     kernels, heads = ("forward", "dq", "dkv"), ("64", "128", "256")
     cases = [[kernel, head, mask, "bf16"] for head in heads for kernel in kernels for mask in MASKS]
+    cases += [[kernel, head, "none", "bf16", "small"] for head in heads for kernel in ("steps", "prompts")]
     for feature in FEATURES:
-        if feature == "strided" and capability != 90:
+        if feature == "small" or feature == "strided" and capability != 90:
             continue
         mask = "additive" if feature in ("all", "broadcast") else "none"
         cases += [[kernel, head, mask, "bf16", feature] for head in heads for kernel in kernels]
@@ -272,6 +310,8 @@ def main() -> None:
         options = {"scored": feature in SCORED, **FEATURES.get(feature, {}), "plan": plan_of(sizes, capability)}
         if kernel == "specialized":
             plan, shared, local, registers, inner = build_specialized(int(head), mask, **options)
+        elif kernel in ("steps", "prompts"):
+            plan, shared, local, registers, inner = build_paged(kernel, int(head), dtype, capability, **options)
         else:
             plan, shared, local, registers, inner = build(kernel, int(head), mask, dtype, capability, **options)
         warps = int(re.findall(r"warps=(\d+)", plan)[0])

@@ -14,15 +14,20 @@ from tests.kernels.attention.compile import SHARED_BYTES
 # The inner loop without masks holds no spilled register; the walk over diagonal tiles, compiled into the same kernel,
 # may hold some.
 SPILLED_BYTES = 160
+# Prompts over keys in pages: what earlier chunks came to, 64 numbers of a thread that are wanted once in a chunk, may
+# wait in local memory. The newest targets' compilers leave more there at heads of 128, which nobody has timed.
+SPILLED_SUMS = {80: 256, 86: 256, 89: 256, 90: 256, 100: 768, 120: 768}
 QUICK = {  # the least shared memory, and the newest
     86: ("dkv,128,none",),
-    90: ("specialized,128,none",),
+    90: ("specialized,128,none", "steps,128,none"),
 }
+PAGED = ("steps,128,none", "prompts,128,none", "prompts,128,none,bf16,small", "prompts,256,none,bf16,all")
 OTHERS = {
-    80: ("forward,128,none", "dq,128,none", "dkv,128,none"),
-    86: ("forward,128,none", "dq,128,none", "dkv,64,boolean"),
-    89: ("forward,64,none", "dkv,128,additive"),
+    80: ("forward,128,none", "dq,128,none", "dkv,128,none", *PAGED),
+    86: ("forward,128,none", "dq,128,none", "dkv,64,boolean", *PAGED),
+    89: ("forward,64,none", "dkv,128,additive", *PAGED),
     90: (
+        *PAGED,
         "forward,128,none",
         "dq,128,none",
         "forward,128,boolean",
@@ -35,8 +40,8 @@ OTHERS = {
         "specialized,64,none,bf16,window",
         "specialized,256,additive,bf16,broadcast",
     ),
-    100: ("forward,128,none", "dq,128,none", "dkv,128,none"),
-    120: ("forward,128,none", "dq,128,none", "dkv,64,boolean"),
+    100: ("forward,128,none", "dq,128,none", "dkv,128,none", *PAGED),
+    120: ("forward,128,none", "dq,128,none", "dkv,64,boolean", *PAGED),
 }
 PROGRAM = """
 import sys
@@ -56,7 +61,8 @@ def test_kernels_fit(cases, program, tmp_path):
     assert len(found) == sum(len(kernels) for kernels in cases.values())
     for name, shared_bytes, spilled_bytes in found:
         capability = int(name.split()[0].removeprefix("sm_"))
-        assert shared_bytes <= SHARED_BYTES[capability] and spilled_bytes <= SPILLED_BYTES, (
+        allowed = SPILLED_SUMS[capability] if "prompts" in name else SPILLED_BYTES
+        assert shared_bytes <= SHARED_BYTES[capability] and spilled_bytes <= allowed, (
             name,
             shared_bytes,
             spilled_bytes,

@@ -14,7 +14,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from tests.kernels.attention.oracle import use_plans  # noqa: E402
-from vblackwell.kernels.attention import blocks, launch  # noqa: E402
+from vblackwell.kernels.attention import blocks, launch, paged_triton  # noqa: E402
 from vblackwell.kernels.attention.device import LISTED  # noqa: E402
 from vblackwell.kernels.attention.plan import AttentionPlan  # noqa: E402
 
@@ -77,7 +77,9 @@ def cases():
         yield packed(heads, lengths)
 
 
-def test_one_key_is_one_compiled_kernel(monkeypatch):
+@pytest.fixture
+def recorded(monkeypatch):
+    """Launches that were asked for, as (kernel, key); fails where Triton would compile two kernels for one of them."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     binders, found, launches = {}, {}, []
 
@@ -91,8 +93,12 @@ def test_one_key_is_one_compiled_kernel(monkeypatch):
         compiled = f"{specialization} {others}"
         assert found.setdefault((kernel, key), compiled) == compiled, key
 
-    monkeypatch.setattr(launch, "queue", record)
-    monkeypatch.setattr(blocks, "queue", record)
+    for module in (launch, blocks, paged_triton):
+        monkeypatch.setattr(module, "queue", record)
+    return launches
+
+
+def test_one_key_is_one_compiled_kernel(recorded):
     for plan in PLANS:
         with use_plans(forward=plan, dq=plan, dkv=plan):
             for _ in range(2):
@@ -101,5 +107,23 @@ def test_one_key_is_one_compiled_kernel(monkeypatch):
                     out, lse = launch.forward(q, k, v, options)
                     launch._launches.clear()
                     launch.backward(out, q, k, v, out, lse, options)
-    assert len({kernel for kernel, _ in launches}) == 8  # three of attention, five of masks
-    assert len(found) * 2 <= len(launches)  # each was launched again
+    assert len({kernel for kernel, _ in recorded}) == 8  # three of attention, five of masks
+    assert len(set(recorded)) * 2 <= len(recorded)  # each was launched again
+
+
+def test_one_key_is_one_compiled_kernel_of_pages(recorded):
+    sizes = ((2, 2, 32), (16, 1, 40), (4, 4, 16))
+    shapes = list(itertools.product((1, 3, 16), sizes, (5, 16), (1, 7, 160), (1, 16)))
+    for _ in range(2):
+        for requests, (heads, kv_heads, head), page, width, max_q in shapes:
+            starts, lengths = torch.zeros(2, requests + 1, dtype=torch.int32)
+            table = torch.zeros(requests, width, dtype=torch.int32)
+            for place, left, softcap in (("dense", None, 0.0), ("dense", 15, 2.0), ("unaligned", 16, 0.0)):
+                q, rows = (tensor(1, requests * max_q, n, head, place=place)[0] for n in (heads, kv_heads))
+                pages = tensor(width, 2 * page, kv_heads, head, place=place)
+                pages = (pages[:, :page], pages[:, page:])
+                numbers = (starts, table, lengths[:requests], max_q, left, 0.25, softcap)
+                paged_triton.attend(q, *pages, *numbers)
+                paged_triton.store(rows, rows, *pages, torch.zeros(len(q), dtype=torch.int64))
+    assert len({kernel for kernel, _ in recorded}) == 3
+    assert len(set(recorded)) * 2 <= len(recorded)

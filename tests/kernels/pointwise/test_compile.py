@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vblackwell.kernels.pointwise import rows_triton
-from vblackwell.kernels.attention import decode_triton as decode_attention_triton
+from vblackwell.kernels.attention import decode_triton as decode_attention_triton, paged_triton
+from vblackwell.kernels.attention.plan import AttentionPlan
 from vblackwell.kernels.fp4 import encode_triton, tile_triton
 from vblackwell.kernels.pointwise import sampling_triton
 from vblackwell.numerics.formats import FORMATS
@@ -47,6 +48,11 @@ def cases(capability):
     size = decode_attention_triton.Size(8, 4, 256, 256, 9, decode_attention_triton.KEYS[2])
     yield decode_attention_triton._attend, {"SIZE": size}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
+    plan = AttentionPlan(64, 64, 4, 3)
+    how = paged_triton.How(True, 8, 64)
+    form = paged_triton.form_of(plan, how, 4, 128, 0, True, False, "tf32")
+    yield paged_triton._merge_chunks, {"FORM": form, "HOW": how}, 1
+    yield paged_triton._store_rows, {"K": 8, "H": 128, "SIZE": (8, 128)}, 4
     yield sampling_triton._least_key, {"WORDS": 128256, "LANES": sampling_triton.CUT_LANES}, sampling_triton.CUT_WARPS
     for name, search, out in PACKING:
         width = min(encode_triton.LANES, FORMATS[name].block_size or 4096)
@@ -72,6 +78,8 @@ STRIDES = {  # of each tensor a tuple
     "_rotate": (("i32",) * 3,) * 4 + (("i32",) * 2,) * 2,
     "_store": (("i32",) * 2,) * 3 + (("i32",) * 3,),
     "_attend": ("i32",) * 3,
+    "_merge_chunks": ("i32",) * 2,
+    "_store_rows": (("i32",) * 2,) * 2 + (("i32",) * 3,),
 }
 def type_of(name, kernel, values):
     if kernel in ("_words", "_scales") and name == "codes_ptr" or kernel == "_maxima" and name == "out_ptr":
@@ -80,8 +88,14 @@ def type_of(name, kernel, values):
         return "*i32"
     if kernel == "_scales" and name == "out_ptr":
         return "*u8"
-    if name in ("target_ptr", "position_ptr"):
+    if name in ("target_ptr", "position_ptr", "slots_ptr"):
         return "*i64"
+    if name in ("starts_ptr", "lengths_ptr"):
+        return "*i32"
+    if name == "parts":
+        return ("*fp32",) * 3
+    if name == "numbers":
+        return "i32", "fp32", "fp32"
     if name in ("scales_ptr", "codes_ptr", "fine_ptr"):
         return "*u8"
     if name == "unit_ptr":
@@ -126,7 +140,7 @@ def test_kernels_fit(capabilities, stride, program, tmp_path):
     """Some for those that a GPU is likely to have; all, and for 86 with the least shared memory, with what is slow."""
     words = [json.dumps(capabilities), str(tmp_path / "kernel.cubin"), str(stride)]
     found = json.loads(program(PROGRAM, *words, TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
-    assert len(found) == len(range(0, 40 * len(capabilities), stride))
+    assert len(found) == len(range(0, 42 * len(capabilities), stride))
     for capability, kernel, shared_bytes, local_bytes in found:
         called = 32 if kernel.startswith("_encode") else 0  # fp64 division calls a function, which saves registers
         assert shared_bytes <= SHARED_BYTES[capability] and local_bytes <= called, (kernel, shared_bytes, local_bytes)
