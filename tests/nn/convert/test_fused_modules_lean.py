@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,15 +35,20 @@ def checkpointed(model: str | nn.Module, reentrant: bool = False) -> nn.Module:
 
 @pytest.fixture
 def wanted(monkeypatch) -> Iterator[list[bool]]:
-    """Linears on the CPU may be fused; for each feed-forward of a layer whether its result was wanted."""
+    """Linears on the CPU may be fused; for each layer, or feed-forward of one, whether its result was wanted."""
     found: list[bool] = []
-    op = fused_modules.feed_forward_block
+    layer, feed_forward = fused_modules.layer_block, fused_modules.feed_forward_block
+
+    def noted_layer(attend, epsilons, wanted, *tensors):
+        found.append(wanted)
+        return layer(attend, epsilons, wanted, *tensors)
 
     def noted(*args):
         found.append(args[-1])
-        return op(*args)
+        return feed_forward(*args)
 
     monkeypatch.setattr(one_input, "may_fuse", lambda x, *linears: all(map(one_input.is_plain, linears)))
+    monkeypatch.setattr(fused_modules, "layer_block", noted_layer)
     monkeypatch.setattr(fused_modules, "feed_forward_block", noted)
     with use_backend("rms_norm", "triton"), use_backend("swiglu", "triton"):
         yield found
@@ -65,6 +71,127 @@ def test_the_second_pass_of_a_checkpoint_computes_no_feed_forward(name, reentran
     accelerate_causal_lm(model, loss=False)
     inputs = batch()
     assert_close(gradients(model, **inputs), gradients(plain, **inputs))
+    assert wanted == [True, True, False, False]
+
+
+class Both:
+    """A checkpointed model that keeps the inputs of its layers alone, and one whose attention is called."""
+
+    def __init__(self, plain: nn.Module, monkeypatch) -> None:
+        self.whole, self.by_parts, self.monkeypatch = plain, copy.deepcopy(plain), monkeypatch
+        for model in (self.whole, self.by_parts):
+            accelerate_causal_lm(model, loss=False)
+
+    def run(self, inputs) -> list[tuple[torch.Tensor, list[torch.Tensor | None]]]:
+        def refuse(*args):
+            raise AssertionError("the other one's operator")
+
+        found = []
+        for model, other in ((self.whole, "feed_forward_block"), (self.by_parts, "layer_block")):
+            with self.monkeypatch.context() as patch:
+                patch.setattr(fused_modules, other, refuse)
+                if model is self.by_parts:
+                    patch.setattr(fused_modules, "_attention_as_probed", lambda *args: False)
+                model.zero_grad()
+                found.append(gradients(model, **inputs))
+        return found
+
+
+def assert_equal(found, right) -> None:
+    assert torch.equal(found[0], right[0]) and len(found[1]) == len(right[1])
+    for grad, other in zip(found[1], right[1], strict=True):
+        assert (grad is None and other is None) or torch.equal(grad, other)
+
+
+FAMILIES = ["Llama", "Mistral", "Qwen2"]  # grouped heads; a window; biases
+
+
+def family(name: str, **sizes: int) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **sizes})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param) * 0.1)
+    return model
+
+
+@on_the_cpu
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_that_keeps_its_input_alone_gives_the_bits_of_its_parts(name, reentrant, wanted, monkeypatch):
+    both = Both(checkpointed(family(name), reentrant), monkeypatch)
+    with use_backend("rotary", "triton"):
+        assert_equal(*both.run(batch()))
+        masked = {**batch(1), "attention_mask": torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.arange(3), 0)}
+        assert_equal(*both.run(masked))
+
+
+@on_the_cpu
+def test_weights_that_are_frozen_get_no_gradients(wanted, monkeypatch):
+    plain = checkpointed(family("Qwen2"))
+    for number, param in enumerate(plain.parameters()):
+        param.requires_grad_(number % 3 == 0)
+    both = Both(plain, monkeypatch)
+    assert_equal(*both.run(batch()))
+    assert all((param.grad is None) != param.requires_grad for param in both.whole.parameters())
+
+
+@on_the_cpu
+def test_a_checkpoint_keeps_the_input_and_weights_of_a_layer(wanted, monkeypatch):
+    """And the graph of backward, made by hand, goes with it."""
+    model = checkpointed(family("Llama"))
+    accelerate_causal_lm(model, loss=False)
+    kept = []
+    op = fused_modules.layer_block
+
+    def noted(*args):
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+            return op(*args)
+
+    monkeypatch.setattr(fused_modules, "layer_block", noted)
+    layer = model.model.layers[0]
+    x = torch.randn(2, 6, 32, requires_grad=True)
+    tables = model.model.rotary_emb(x, torch.arange(6)[None])
+    layer(x, position_embeddings=tables).sum()
+    assert [each is x for each in kept].count(True) == 1 and len(kept) == 10
+    assert {id(each) for each in kept} == {id(each) for each in (x, *layer.parameters())}
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["self_attn", "self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_attention_that_was_changed_since_is_called(name, replaced, wanted):
+    plain = checkpointed("Llama")
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    calls = []
+    for each in (model, plain):
+        part = each.model.layers[1].get_submodule(name)
+        if replaced:
+            part.forward = lambda *args, theirs=part.forward, **options: calls.append(0) or theirs(*args, **options)
+        else:
+            part.register_forward_pre_hook(lambda *_: calls.append(0))
+    assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+    assert len(calls) == 4 and wanted == [True, True, False, False]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("way", ["dropout", "eager", "adapter", "Qwen3"])
+def test_attention_that_may_not_run_again_is_called(way, wanted, monkeypatch):
+    """One that draws numbers, that is not PyTorch's, or that trains more than its linears."""
+    model = checkpointed("Qwen3" if way == "Qwen3" else "Llama")
+    accelerate_causal_lm(model, loss=False)
+    if way == "eager":
+        model.set_attn_implementation("eager")
+    for layer in model.model.layers:
+        if way == "dropout":
+            layer.self_attn.attention_dropout = 0.1
+        if way == "adapter":
+            layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj, nn.Linear(16, 16))
+    monkeypatch.setattr(fused_modules, "layer_block", None)
+    gradients(model, **batch())
     assert wanted == [True, True, False, False]
 
 
@@ -119,8 +246,9 @@ def test_parts_with_hooks_are_called(name, wanted):
 
 @on_the_cpu
 @pytest.mark.parametrize("where", [{"update": "host", "activations": "host"}, {"update": "device"}])
-def test_streamed_as_resident(where, wanted, make_stack):  # noqa: F811
-    """Weights that come and go under the lean half: the bits of a model that stays."""
+def test_streamed_as_resident(where, wanted, make_stack, monkeypatch):  # noqa: F811
+    """Weights that come and go under a layer that keeps its input alone: the bits of a model that stays."""
+    monkeypatch.setattr(fused_modules, "feed_forward_block", None)  # none by parts
     runs = []
     for placement, level0 in (("resident", 8 << 20), ("streamed", 96 << 10)):
         model = checkpointed("Llama")
@@ -246,3 +374,37 @@ def test_a_gpu_needs_less_memory_and_gives_the_same_gradients(autocast):
         errors.append(sum(float((a.float() - b).square().sum()) for a, b in zip(found, right, strict=True)) ** 0.5)
     assert 0 < errors[1] <= 1.5 * errors[0]
     assert peaks[1] < peaks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_and_memory_of_a_layer_by_parts_on_a_gpu(name, deterministic, monkeypatch):
+    """By default attention's backward adds in no fixed order, and two runs of the same differ too."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    plain = checkpointed(family(name, **sizes, max_position_embeddings=512)).to("cuda", torch.bfloat16)
+    both = Both(plain, monkeypatch)
+    ids = torch.randint(97, (8, 512), generator=torch.Generator().manual_seed(1)).cuda()
+    inputs, peaks = {"input_ids": ids, "labels": ids}, []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        whole, by_parts = both.run(inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if deterministic:
+        assert_equal(whole, by_parts)
+    for found, right in zip((whole[0], *whole[1]), (by_parts[0], *by_parts[1]), strict=True):
+        # Sums in another order, rounded to bf16: at most 2^-8 of each value, once in attention and once after it. Not
+        # of biases: keys' cancel.
+        assert right.dim() == 1 or (found - right).float().norm() <= 2**-7 * right.float().norm()
+    for model in (both.whole, both.by_parts):
+        with monkeypatch.context() as patch:
+            if model is both.by_parts:
+                patch.setattr(fused_modules, "_attention_as_probed", lambda *args: False)
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            begun = torch.cuda.memory_allocated()
+            gradients(model, **inputs)
+            peaks.append(torch.cuda.max_memory_allocated() - begun)
+    assert peaks[0] <= peaks[1] + (4 << 20)

@@ -5,7 +5,6 @@ fp32, and must give what the fused op stands for. A module that qualifies gets a
 `torch.nn.utils.parametrize` does: names, parameters, hooks and ``isinstance`` stay. Copies and pickles of it are plain.
 """
 
-import copy
 import functools
 import inspect
 import types
@@ -15,10 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
+from vblackwell.kernels.pointwise.layer import Attend, layer_block
 from vblackwell.kernels.pointwise.linears import feed_forward_block
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
-from vblackwell.nn.linear.one_input import hooked, linears_of_one_input, may_be_lean, on_gpu, output_is_read
+from vblackwell.nn.linear.one_input import (
+    hooked,
+    is_linear,
+    is_plain_norm,
+    linears_of_one_input,
+    may_be_lean,
+    on_gpu,
+    output_is_read,
+)
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
 ROTARY_NAME = "apply_rotary_pos_emb"
@@ -55,10 +64,10 @@ def plain_class(module: nn.Module) -> type:
     return type(module).__dict__.get("_vb_original", type(module))
 
 
-def twin_of(module: nn.Module, **replaced: dict[str, Any]) -> Any:
-    """A module that shares everything with ``module`` but these dictionaries, such as ``_parameters``."""
-    twin = copy.copy(module)
-    twin.__dict__.update(replaced)
+def twin_of(module: nn.Module, **replaced: Any) -> Any:
+    """A module that shares everything with ``module`` but these attributes, such as ``_parameters``."""
+    twin = object.__new__(plain_class(module))
+    twin.__dict__.update(module.__dict__, **replaced)
     return twin
 
 
@@ -170,7 +179,7 @@ _WITHOUT_MLP: dict[str, nn.Module] = {
 }
 
 
-def _pass_of(original: type, layer: Any, modules: dict[str, nn.Module], *args: Any, **options: Any) -> Any:
+def _pass_of(original: type, layer: Any, modules: dict[str, Any], *args: Any, **options: Any) -> Any:
     """The forward of class ``original`` for ``layer`` with some of its modules replaced, and no checkpoint."""
     twin = twin_of(layer, _modules={**layer._modules, **modules})
     twin.__dict__.update(gradient_checkpointing=False, training=options.pop("training", layer.training))
@@ -179,7 +188,8 @@ def _pass_of(original: type, layer: Any, modules: dict[str, nn.Module], *args: A
 
 def fused_layer(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for a layer that is ``h = x + attention(norm(x))`` and then ``h + mlp(norm(h))``: where
-    transformers checkpoints it, the second half keeps ``h`` alone and is computed in chunks of tokens.
+    transformers checkpoints it, it keeps ``x`` alone, and the second pass computes nothing; or, if attention has to be
+    called, the second half keeps ``h`` alone. The feed-forward goes in chunks of tokens.
     """
     if set(module._modules) != _PARTS or not hasattr(module, "gradient_checkpointing") or "forward" in module.__dict__:
         return None
@@ -200,11 +210,75 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
         pass_of = functools.partial(_pass_of, plain_class(module), module, training=training)
         why = why or _why_not(lambda: pass_of(stubs, x), lambda: h + torch.tanh(h).square(), otherwise)  # noqa: B023
         why = why or _why_not(lambda: pass_of(first, x), lambda: h, otherwise)  # noqa: B023
-    return why or dict(_layer_methods(plain_class(module), _epsilon_name(norm) or ""))
+    return why or dict(_layer_methods(plain_class(module), _epsilon_name(norm) or "", *_probed_attention(module)))
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options: Any) -> Attend:
+    """What ``attention`` does between its linears in a call of the layer with these arguments."""
+    given: dict[str, Any] = {}
+
+    def note(hidden_states: Tensor, **options: Any) -> Any:
+        given.update(options)  # and nothing of the input, which may leave level 0
+        return _Nothing(), None
+
+    _pass_of(original, layer, {"input_layernorm": lambda x: x, "self_attn": note, **_WITHOUT_MLP}, *args, **options)
+
+    def attend(x: Tensor, parts: list[Tensor]) -> Tensor:
+        found = dict(zip(_PROJECTIONS, parts, strict=False))
+        parts.clear()
+        linears = {name: functools.partial(lambda name, _: found.pop(name), name) for name in _PROJECTIONS[:3]}
+        twin = twin_of(attention, **linears, o_proj=lambda x: x)
+        return type(attention).forward(twin, x, **given)[0]
+
+    return attend
+
+
+def _probed_attention(layer: Any) -> tuple[type | None, str]:
+    """The class of a layer's attention, and where the norm before it has epsilon, if nothing but linears is trained in
+    it, and it is the last of a function of what the others give; else None."""
+    attention, norm, original = layer.self_attn, layer.input_layernorm, plain_class(layer)
+    head, groups = getattr(attention, "head_dim", 0), getattr(attention, "num_key_value_groups", 0)
+    plain = set(attention._modules) == set(_PROJECTIONS) and not attention._parameters and head and groups
+    if not plain or "forward" in attention.__dict__ or not isinstance(fused_norm(norm), dict):
+        return None, ""
+    sizes = zip(_PROJECTIONS, ((8, groups * head), (8, head), (8, head), (groups * head, 8)), strict=True)
+    linears: dict[str, Any] = {name: nn.Linear(*size, device="cpu", dtype=torch.float32) for name, size in sizes}
+    twin, x = twin_of(attention, _modules=linears, training=False), _random(2, 3, 8)
+    tables = {"position_embeddings": (_random(2, 3, head), _random(2, 3, head))}
+
+    def theirs() -> Tensor:
+        modules = {"input_layernorm": torch.cos, "self_attn": functools.partial(plain_class(attention).forward, twin)}
+        return _pass_of(original, layer, {**modules, **_WITHOUT_MLP}, x, **tables)
+
+    def ours() -> Tensor:
+        parts = [linears[name](x.cos()) for name in _PROJECTIONS[:3]]
+        return x + linears["o_proj"](_attend_of(original, layer, twin, x, **tables)(x, parts))
+
+    why = _why_not(theirs, ours, "it computes something else")
+    return (None, "") if why else (plain_class(attention), _epsilon_name(norm) or "")
+
+
+def _attention_as_probed(layer: Any, x: Tensor, kind: type | None, eps_name: str, options: Any) -> bool:
+    """Whether the layer's attention and the norm before it are still what `_probed_attention` found, and may run inside
+    backward."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    if kind is None or plain_class(attention) is not kind or "forward" in attention.__dict__ or hooked(attention):
+        return False
+    if type(norm).forward is not _norm_forward(eps_name) or "forward" in norm.__dict__ or not is_plain_norm(x, norm):
+        return False
+    linears = [getattr(attention, name) for name in _PROJECTIONS]
+    fits = all(is_linear(each) and each.weight.dtype == x.dtype for each in linears)
+    # Other attention may draw random numbers, as dropout does, or be compiled.
+    sdpa = getattr(getattr(attention, "config", None), "_attn_implementation", None) == "sdpa"
+    alone = sdpa and getattr(attention, "attention_dropout", None) == 0
+    return fits and alone and not any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(options))
 
 
 @functools.cache
-def _layer_methods(original: Any, eps_name: str) -> Overrides:
+def _layer_methods(original: Any, eps_name: str, kind: type | None, first_eps_name: str) -> Overrides:
     def call(self: Any, *args: Any, **options: Any) -> Any:
         compiled = self._compiled_call_impl is not None or torch.compiler.is_compiling()
         if self.training and self.gradient_checkpointing and not compiled and "forward" not in self.__dict__:
@@ -213,20 +287,33 @@ def _layer_methods(original: Any, eps_name: str) -> Overrides:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         passes = options.pop(_PASSES, None)
+        # What a second pass in backward makes of the layer is thrown away, but for what it saves and hooks read.
+        wanted = not passes or torch._C._current_graph_task_id() == -1 or output_is_read(self)
+        if passes and passes[0] is not None:
+            return whole(self, passes[0], wanted, hidden_states)
         norm, mlp = self.post_attention_layernorm, self.mlp
         ours = type(norm).forward is _norm_forward(eps_name) and type(mlp).forward is _separate_forward
         ours = ours and not any("forward" in each.__dict__ for each in (norm, mlp))  # still what was probed
         linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if ours else ()
         if passes is None or not ours or not may_be_lean(hidden_states, norm, mlp, linears):
             return original.forward(self, hidden_states, *args, **options)
-        # What a second pass in backward makes of the layer is thrown away, but for what it saves and hooks read.
-        wanted = not passes or torch._C._current_graph_task_id() == -1 or output_is_read(self)
+        if not passes and _attention_as_probed(self, hidden_states, kind, first_eps_name, (args, options)):
+            passes.append(_attend_of(original, self, self.self_attn, hidden_states, *args, **options))
+            return whole(self, passes[0], True, hidden_states)
         passes.append(None)
         h = _pass_of(original, self, _WITHOUT_MLP, hidden_states, *args, **options)
         if h.dtype != hidden_states.dtype:
             return h + mlp(norm(h))
         weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
         return feed_forward_block(h, norm.weight, getattr(norm, eps_name), *weights, wanted)
+
+    def whole(self: Any, attend: Attend, wanted: bool, x: Tensor) -> Tensor:
+        first, second, mlp, attention = self.input_layernorm, self.post_attention_layernorm, self.mlp, self.self_attn
+        weights = [first.weight, second.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            weights += [linear.weight, linear.bias]
+        epsilons = (getattr(first, first_eps_name), getattr(second, eps_name))
+        return layer_block(attend, epsilons, wanted, x, *weights)
 
     return {"__call__": call, "forward": forward}
 

@@ -29,8 +29,12 @@ MIN_FIELD = 9  # of an E5M3 scale that is also a normal E4M3 one: 2^-6
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether ``linear`` is the product with its weight alone: no bias, no hooks, no other class or forward."""
-    plain = type(linear) is nn.Linear and "forward" not in linear.__dict__
-    return plain and linear.bias is None and not hooked(linear)
+    return is_linear(linear) and linear.bias is None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """The same, with a bias or without."""
+    return type(module) is nn.Linear and "forward" not in module.__dict__ and not hooked(module)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -228,7 +232,7 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module, recompute: bool = F
     """``norm(x)`` for the linears, or ``x`` and the norm, where each is one kernel with it, and faster on this GPU; or
     may be, with ``recompute``, where plain linears compute it with them and once more in backward.
     """
-    if recompute and isinstance(norm, nn.RMSNorm) and _is_plain_norm(x, norm) and may_fuse(x, *linears):
+    if recompute and isinstance(norm, nn.RMSNorm) and is_plain_norm(x, norm) and may_fuse(x, *linears):
         return Unnormed(x, norm, recomputed=True)
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)
@@ -273,10 +277,10 @@ def lean_feed_forward(
 
 def may_be_lean(x: Tensor, norm: Any, mlp: nn.Module, linears: tuple[nn.Module, ...]) -> bool:
     """Whether `feed_forward_block` may compute ``mlp(norm(x))``, which ``linears`` and the weight of ``norm`` are."""
-    if hooked(mlp) or not _is_plain_norm(x, norm) or not may_fuse(x, *linears):
+    if hooked(mlp) or not is_plain_norm(x, norm) or not may_fuse(x, *linears):
         return False
     return runs_triton("rms_norm", x, x.shape[-1]) and runs_triton("swiglu", x, 0)
 
 
-def _is_plain_norm(x: Tensor, norm: Any) -> bool:
+def is_plain_norm(x: Tensor, norm: Any) -> bool:
     return not hooked(norm) and norm.weight is not None and norm.weight.dtype == x.dtype

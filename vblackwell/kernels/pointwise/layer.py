@@ -1,0 +1,116 @@
+"""A whole pre-norm layer, attention and feed-forward, for one that is computed again in backward and whose input is
+kept in any case: it saves that and its weights alone, so the second pass of a checkpoint computes nothing.
+
+Backward computes the attention half once more and keeps of it what autograd would. Operations, their order, and so the
+bits are those of `rms_norm`, linear layers, the caller's attention and `feed_forward_block` one after the other, with
+one node for autograd in place of two dozen. Attention is a function of the caller's, whose own small graph is made and
+used inside backward: whatever it is made of, nobody has to know its derivative.
+
+Not an op: it consists of ops and launches nothing itself, so traces see what it does.
+
+Legend: D width, M rows, N features out of a linear.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from vblackwell.kernels.pointwise.linears import _feed_forward_block_backward, feed_forward_block
+from vblackwell.kernels.pointwise.rows import _rms_norm, _rms_norm_backward
+
+# Of a tensor (..., D), for its shape, and a list of queries, keys and values (..., N) as linears give them, which
+# it empties; gives what the last linear takes. Draws no numbers, and no tensor of its own wants a gradient.
+Attend = Callable[[Tensor, list[Tensor]], Tensor]
+
+
+def layer_block(
+    attend: Attend, epsilons: tuple[float, float], wanted: bool, x: Tensor, *weights: Tensor | None
+) -> Tensor:
+    """``h + feed_forward(rms_norm(h))`` of ``h = x + o(attend(q(n), k(n), v(n)))`` with ``n = rms_norm(x)``, (..., D).
+
+    Args:
+        epsilons: of the two norms.
+        wanted: False leaves the result unwritten, as for `feed_forward_block`.
+        weights: the norms' (D,); gate's, up's and down's; then weight and bias, or None, of q, k, v and o. All of the
+            type of ``x``, and on CUDA, as for `feed_forward_block`, which raises what is raised here.
+    """
+    tensors = (x, *weights)
+    if has_torch_function(tensors):
+        return handle_torch_function(layer_block, tensors, attend, epsilons, wanted, x, *weights)
+    return _Layer.apply(attend, epsilons, wanted, x, *weights)
+
+
+class _Sources(torch.autograd.Function):
+    """Tensors as the beginning of a graph, which keeps none of them, as leaves would be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+
+def _parts(x: Tensor, norm_D: Tensor, eps: float, linears: tuple[Any, ...]) -> list[Tensor]:
+    """Queries, keys and values."""
+    n, _, _ = _rms_norm(x, None, norm_D, eps)
+    return [functional.linear(n, *linears[at : at + 2]) for at in (0, 2, 4)]
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, attend: Attend, epsilons: tuple[float, float], wanted: bool, x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.attend, ctx.epsilons = attend, epsilons
+        ctx.save_for_backward(x, *weights)
+        if not wanted:
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
+        h = functional.linear(attend(x, _parts(x, first_D, epsilons[0], linears)), *linears[6:]).add_(x)
+        return feed_forward_block(h, second_D, epsilons[1], *feed_forward, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors  # read once: a checkpoint unpacks them
+        (first_D, second_D, *feed_forward), linears = weights[:5], tuple(weights[5:])
+        wanted = ctx.needs_input_grad[4:]
+        parts = _parts(x, first_D, ctx.epsilons[0], linears)
+        with torch.enable_grad():
+            parts = list(_Sources.apply(x.new_empty(0).requires_grad_(), *parts))
+            edges = [get_gradient_edge(part) for part in parts]
+            out = ctx.attend(x, parts)
+        out_MN = out.detach().reshape(-1, out.shape[-1])
+        h = functional.linear(out.detach(), *linears[6:]).add_(x)
+        needed = [True, *wanted[1:5]]
+        dh, *dhalf = _feed_forward_block_backward(dy, h, second_D, ctx.epsilons[1], *feed_forward, needed)
+        del h
+        dlinears: list[Tensor | None] = [None] * 8
+        dout_MN, *dlinears[6:] = _linear_backward(dh, out_MN, linears[6], wanted[11:])
+        del out_MN
+        dparts = list(torch.autograd.grad(out, edges, dout_MN.view(out.shape)))
+        del out, dout_MN
+        # Once more, as the caller holds dy all the while: with the one from above the peak would be here.
+        n, _, scale_M = _rms_norm(x, None, first_D, ctx.epsilons[0])
+        n_MD, dn = n.view(-1, n.shape[-1]), None
+        for at in (4, 2, 0):  # values first, as autograd adds them up
+            part_MD, *dlinears[at : at + 2] = _linear_backward(dparts.pop(), n_MD, linears[at], wanted[at + 5 :])
+            dn = part_MD if dn is None else dn.add_(part_MD)
+            del part_MD
+        assert dn is not None
+        dx, dfirst_D = _rms_norm_backward(dn.view(x.shape), None, x, first_D, scale_M, wanted[0])
+        gradients = [each if want else None for each, want in zip((dfirst_D, *dhalf), wanted[:5], strict=True)]
+        return None, None, None, dx.add_(dh), *gradients, *dlinears
+
+
+def _linear_backward(
+    dy: Tensor, x_MK: Tensor, weight_NK: Tensor, wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of a linear's input, and of its weight and bias where they are ``wanted``."""
+    dy_MN = dy.reshape(-1, dy.shape[-1])
+    dweight_NK = torch.mm(dy_MN.t(), x_MK) if wanted[0] else None
+    return torch.mm(dy_MN, weight_NK), dweight_NK, dy_MN.sum(0) if wanted[1] else None
