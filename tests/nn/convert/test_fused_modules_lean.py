@@ -246,8 +246,9 @@ def test_parts_with_hooks_are_called(name, wanted):
 
 @on_the_cpu
 @pytest.mark.parametrize("where", [{"update": "host", "activations": "host"}, {"update": "device"}])
-def test_streamed_as_resident(where, wanted, make_stack):  # noqa: F811
-    """Weights that come and go under the lean half: the bits of a model that stays."""
+def test_streamed_as_resident(where, wanted, make_stack, monkeypatch):  # noqa: F811
+    """Weights that come and go under a layer that keeps its input alone: the bits of a model that stays."""
+    monkeypatch.setattr(fused_modules, "feed_forward_block", None)  # none by parts
     runs = []
     for placement, level0 in (("resident", 8 << 20), ("streamed", 96 << 10)):
         model = checkpointed("Llama")
@@ -379,26 +380,24 @@ def test_a_gpu_needs_less_memory_and_gives_the_same_gradients(autocast):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_and_memory_of_a_layer_by_parts_on_a_gpu(name, deterministic, monkeypatch):
-    """Where attention's backward adds in no fixed order, two runs of the same differ too, so those are compared with
-    the deterministic algorithms alone."""
+    """By default attention's backward adds in no fixed order, and two runs of the same differ too."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
     plain = checkpointed(family(name, **sizes, max_position_embeddings=512)).to("cuda", torch.bfloat16)
     both = Both(plain, monkeypatch)
     ids = torch.randint(97, (8, 512), generator=torch.Generator().manual_seed(1)).cuda()
     inputs, peaks = {"input_ids": ids, "labels": ids}, []
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
     try:
         whole, by_parts = both.run(inputs)
-        again = both.run(inputs)[1]
     finally:
-        torch.use_deterministic_algorithms(before)
-    assert torch.equal(whole[0], by_parts[0])
-    for found, right, other in zip(whole[1], by_parts[1], again[1], strict=True):
-        if deterministic or torch.equal(right, other):
-            assert torch.equal(found, right)
-        else:  # as far apart as bf16 sums in another order: 2^-8 of each value
-            assert (found - right).float().norm() <= 2**-7 * right.float().norm()
+        torch.use_deterministic_algorithms(False)
+    if deterministic:
+        assert_equal(whole, by_parts)
+    for found, right in zip((whole[0], *whole[1]), (by_parts[0], *by_parts[1]), strict=True):
+        # Sums in another order, rounded to bf16: at most 2^-8 of each value, once in attention and once after it. Not
+        # of biases: keys' cancel.
+        assert right.dim() == 1 or (found - right).float().norm() <= 2**-7 * right.float().norm()
     for model in (both.whole, both.by_parts):
         with monkeypatch.context() as patch:
             if model is both.by_parts:

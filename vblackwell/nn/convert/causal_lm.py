@@ -102,7 +102,8 @@ def accelerate_causal_lm(
 
     Args:
         modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4, and let layers
-            that transformers checkpoints compute their feed-forward in chunks of tokens.
+            that transformers checkpoints compute their feed-forward in chunks of tokens; those that are Llama's but for
+            biases and attention's mask, with ``sdpa`` and no dropout, keep their input alone.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
             output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
             only of a model in training; evaluation keeps logits, and computing with a training output's raises.
