@@ -28,7 +28,6 @@ OTHERS = {
     89: ("forward,64,none", "dkv,128,additive", *PAGED),
     90: (
         *PAGED,
-        "prompts,64,none,fp32",
         "forward,128,none",
         "dq,128,none",
         "forward,128,boolean",
