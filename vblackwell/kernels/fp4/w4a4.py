@@ -134,7 +134,6 @@ def fp4_linear_w4a4(
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.
         Unsupported: a GPU without FP4 tensor cores, fp32 activations on a GPU, or the backend asked for refuses.
     """
-    linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, block_scales, tensor_scale)
     op, table = ("fp4_linear", linear.LINEAR) if x_MK.numel() < MIN_ROWS * k else ("fp4_linear_w4a4", W4A4)
     return linear.run_rows(op, table, x_MK, format, n, k, weight, bias, activation)
