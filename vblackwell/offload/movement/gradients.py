@@ -152,7 +152,8 @@ class GradientCollector(Mover):
             pieces = [(base + slot.offset, slot.num_elements, slot.dtype) for slot in buffer.slots]
             norms = norms_at(pieces, buffer.bytes.device).unbind()
             self._state(buffer.group).level0_norms.update(zip(buffer.slots, norms, strict=True))
-            self.norms_taken = torch.cuda.current_stream(buffer.bytes.device).record_event()
+            self.norms_taken = torch.cuda.Event()
+            self.norms_taken.record(torch.cuda.current_stream(buffer.bytes.device))
         return adding
 
     def _send_unfinished(self, buffer: GradientBuffer) -> None:
