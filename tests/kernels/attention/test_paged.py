@@ -100,7 +100,7 @@ class Cache:
                 counts.cumsum(0).to(DEVICE, torch.int32),
                 self.table[[row for row, _, _ in calls]].to(DEVICE),
                 torch.tensor(seen, dtype=torch.int32, device=DEVICE),
-                int(counts.max()),
+                max(1, int(counts.max())),
                 **options,
             )
         return list(out[:-3].split(counts[1:].tolist()))

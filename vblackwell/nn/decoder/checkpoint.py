@@ -63,7 +63,7 @@ def second_pass_under(context: Callable[[], AbstractContextManager[Any]], module
     """Inside, a checkpoint that ``module``, one of transformers', makes of its forward alone runs the second pass under
     ``context()``: since 5.23 the module's hooks run in the first pass only.
     """
-    own = vars(module).get(_FUNCTION)
+    own: Any = vars(module).get(_FUNCTION)
 
     def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if torch._C._current_graph_task_id() == -1 else context():
