@@ -151,3 +151,11 @@ def test_a_trace_sees_the_sums_of_its_gpu():
         return len(sums)
 
     assert count((8, 6), 46) == 1 and count((9, 0), 132) == 0
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 1024, 8192), (16384, 1024, 4100), (16384, 128, 16384)])
+def test_rows_that_outnumber_features_are_counted(m, n, k):
+    """`fp4_wgmma` reads a copy of them; the weight is a small part of that."""
+    x = torch.empty(m, k, dtype=BF16, device="meta")
+    found, _ = workspace_bytes("fp4_linear", (x, *[None] * 6, n, k), [x], (9, 0), 132)
+    assert found >= m * k * 2

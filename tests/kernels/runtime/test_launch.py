@@ -159,6 +159,22 @@ def driver(monkeypatch, capturing):
     return found
 
 
+def test_a_call_without_memory_has_read_no_weight(driver, monkeypatch):
+    """The next one is the first, and begins when the kernel that wrote the weight has ended."""
+    weight = random_weight("mxfp4", 64, 128)[1]
+    x, plan = torch.randn(64, 128).bfloat16(), plan_wgmma(64, 64, 128, H200)
+
+    def full(num_bytes: int, stream: int) -> int:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(launch, "allocate", full)
+        fp4_launch.run_wgmma(plan, x, weight, None, "none", 64)
+    assert driver.overlapped == []
+    fp4_launch.run_wgmma(plan, x, weight, None, "none", 64)
+    assert driver.overlapped[0] is False
+
+
 def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monkeypatch):
     zeros = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(counters, "zeroed", lambda count, device: nullcontext((zeros, zeros, 0)))

@@ -461,7 +461,8 @@ def encode_rows(x_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     launches; K is a multiple of 16. Reads no value on the host; of inf and NaN the tensor scale is NaN."""
     (m, k), device = x_MK.shape, x_MK.device
     codes, scales = torch.empty(m, k // 2, dtype=torch.uint8, device=device), layout.swizzled(m, k // 16, device)
-    unit, maxima = torch.empty((), device=device), torch.empty(MAXIMA, dtype=torch.int32, device=device)
+    unit = torch.empty((), dtype=torch.float32, device=device)
+    maxima = torch.empty(MAXIMA, dtype=torch.int32, device=device)
     blocks, count = ELEMENTS // 16, m * k // 16
     with on_device(x_MK):
         _maxima[(MAXIMA,)](x_MK, maxima, x_MK.numel(), BLOCK=MAXIMA_BLOCK, num_warps=8)

@@ -30,7 +30,7 @@ from vblackwell.kernels.fp4.launch import (
 from vblackwell.kernels.fp4.layout import Shape
 from vblackwell.kernels.fp4.mma_plan import Gpu, mma_is_faster, plan_mma, round_up
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
-from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
+from vblackwell.kernels.fp4.wgmma_plan import launches, plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, differentiating_forward, register_op
 from vblackwell.numerics.formats import FORMATS
@@ -212,14 +212,17 @@ def _wgmma(request: Request, given: Given) -> Product:
 
 def workspace_bytes(m: int, n: int, k: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """At most what `fp4_linear` of a tiled weight takes during a call, next to its output: the sums of blocks that
-    split K, x as wgmma reads it, or the weight written out in ``dtype``. Beyond 128 rows always the last, which is more
-    than either and takes no plan."""
-    if m <= 128 and dtype in HALVES and not registry.capability_reasons(gpu.capability):
-        if mma_is_faster(m, n, k, gpu):
-            return 4 * plan_mma(m, n, k, gpu).left_sums(m, n)
-        if gpu.capability == (9, 0) and wgmma_beats_dequantize(m, n, k, gpu):
-            return dtype.itemsize * round_up(m, plan_wgmma(m, n, k, gpu).tokens) * round_up(k, 64)
-    return n * k * dtype.itemsize
+    split K, x as wgmma reads it, or the weight written out in ``dtype``. Beyond 128 rows the more of the last two."""
+    written = n * k * dtype.itemsize
+    if dtype not in HALVES or registry.capability_reasons(gpu.capability):
+        return written
+    if m <= 128 and mma_is_faster(m, n, k, gpu):
+        return 4 * plan_mma(m, n, k, gpu).left_sums(m, n)
+    if gpu.capability != (9, 0) or not wgmma_beats_dequantize(m, n, k, gpu):
+        return written
+    parts = launches(plan_wgmma(m, n, k, gpu), m, n, gpu.processors)
+    read = round_up(k, 64) * sum(round_up(m, tokens) for tokens in {part.plan.tokens for part in parts})
+    return read * dtype.itemsize if m <= 128 else max(written, read * dtype.itemsize)
 
 
 @functools.lru_cache

@@ -359,7 +359,7 @@ def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
         for row in padded.view(len(padded) // _NORM_LANES, _NORM_LANES):
             total += row
         return _halve(total).sqrt().float()
-    out = torch.empty((), device=sums.device)
+    out = torch.empty((), dtype=torch.float32, device=sums.device)
     compiled = _kernel("block_norm", 0, torch.float32, None, sums.device)
     compiled.launch((1, 1, 1), THREADS, THREADS * 8, (sums, out, sums.numel()))
     return out
@@ -370,7 +370,7 @@ def norms_at(pieces: Sequence[tuple[int, int, torch.dtype]], device: torch.devic
     stream and nothing else of the host, for a caller that has hundreds of parameters. Raises ValueError as
     `adamw_piece` for one of too many elements."""
     counts = [-(-elements // BLOCK) for _, elements, _ in pieces]
-    sums, norms = torch.empty(sum(counts), device=device), torch.empty(len(pieces), device=device)
+    sums, norms = (torch.empty(n, dtype=torch.float32, device=device) for n in (sum(counts), len(pieces)))
     norm = _kernel("block_norm", 0, torch.float32, None, device).launcher(THREADS, THREADS * 8, 3)
     sums_at, norm_at = sums.data_ptr(), norms.data_ptr()
     for (address, elements, dtype), count in zip(pieces, counts, strict=True):

@@ -236,12 +236,12 @@ class Chain:
             with torch.cuda.device(self._device):
                 return self.queue(before, weight, after)
         stream, at, launch = raw_stream(self._index), [*map(_address, weight)], driver().cuLaunchKernelEx
-        overlap = self._overlaps and may_overlap(weight, at)
         # No tensor, which would cost the host as much as a launch.
         scratch = allocate(self._scratch_bytes, stream) if self._scratch_bytes else 0
         try:
             before = (*[scratch + offset for offset in self._offsets], *before)
-            with self._lock:
+            with self._lock:  # whoever is told that a weight was read comes after its first reader
+                overlap = self._overlaps and may_overlap(weight, at)
                 if stream != self._stream or overlap != self._overlap:
                     self._set(stream, overlap)
                 self._write(*before, *at, *after)
