@@ -60,8 +60,7 @@ def options_of(heads: int, queries: int, keys: int, given: dict, place: str) -> 
 def packed(heads: int, lengths: tuple[int, ...]) -> tuple[list[Tensor], launch.Options]:
     starts = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
     tensors = [torch.zeros(sum(lengths), count, 32, dtype=torch.float16) for count in (heads, 1, 1)]
-    longest = max(lengths)
-    rest = (longest, longest, 0.25, None, 0, False, 0.0, 0.0)
+    rest = (sum(lengths), sum(lengths), 0.25, None, 0, False, 0.0, 0.0)
     return tensors, launch.Options(None, None, None, starts, starts, *rest)
 
 

@@ -182,8 +182,8 @@ def test_dropout_follows_torchs_generator():
 )
 def test_packed_sequences(lengths, options):
     """Each as if alone; empty ones among them, and neighbours that are NaN stay theirs."""
-    q_starts, k_starts = (
-        torch.tensor([0, *torch.tensor(side).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    q_starts, k_starts = (  # not side by side
+        torch.tensor([0, *torch.tensor(side).cumsum(0)], dtype=torch.int32, device=DEVICE).repeat_interleave(2)[::2]
         for side in zip(*lengths, strict=True)
     )
     tensors = [normal(57, 2, 16), normal(68, 1, 16, seed=1), normal(68, 1, 16, seed=2)]

@@ -276,7 +276,7 @@ def test_a_single_query_at_the_end_sees_everything_the_second_time_too():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5)])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5), (1, 9)])
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_a_window_as_long_as_the_sequence_hides_nothing(causal, queries, keys, bottom_right):
     q, k, v = qkv(queries=queries, keys=keys)

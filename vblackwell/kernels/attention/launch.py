@@ -65,6 +65,9 @@ class _Call:
     a boolean mask's bits by key too."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, *others: Tensor) -> None:
+        if any(x is not None and not x.is_contiguous() for x in options[1:5]):  # kernels read them side by side
+            dense = (None if x is None else x.contiguous() for x in options[1:5])
+            options = Options(options.mask, *dense, *options[5:])
         self.options, self.mask, self.mask_kind, self.bits = options, options.mask, "none", None
         self.q, self.k, self.v, *self.others = tensors = [_dense(x) for x in (q, k, v, *others)]
         self.num_heads, self.kv_heads, self.head = q.shape[1], k.shape[1], q.shape[-1]

@@ -41,8 +41,9 @@ def paged_attention(
     Args:
         q_SNH: queries, those of a request one after the other; H up to 256.
         key_pages, value_pages: (pages, P, K, H) of the queries' type, of equal strides, the last 1; N is a multiple of
-            K. The new keys are in them already (`store_pages`). What no request holds may be anything, NaN for example.
-        starts: (R + 1,) int32, ascending: where each request's queries begin; a request may have none.
+            K. The new keys are in them already (`store_pages`). What no request holds may be anything, NaN for
+            example; a request holds all its pages, those too that have left its ``window``.
+        starts: (R + 1,) int32, ascending from 0: where each request's queries begin; a request may have none.
         table: (R, most pages of a request) int32: the page of each P positions. Entries beyond a length are not read.
         lengths: (R,) int32: keys of each request, the new ones included; at most P times the table's width.
         max_q: most queries of a request; 1 where all decode, which saves a launch.

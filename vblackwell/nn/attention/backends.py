@@ -222,10 +222,10 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) ->
     """The variant that runs, the request that it is, and the backend that runs it."""
     op.check_dense(q, k, v, variant.mask)
     op.check_options(q, variant.scale, variant.softcap, variant.alibi_slopes_N, variant.dropout)
-    if variant.causal and variant.bottom_right and q.shape[2] == 1 and variant.window is None:
-        variant = variant._replace(causal=False)  # a single query at the end sees everything: decoding
     if variant.window is not None and variant.window >= max(q.shape[2], k.shape[2]):
         variant = variant._replace(window=None)  # it hides nothing
+    if variant.causal and variant.bottom_right and q.shape[2] == 1 and variant.window is None:
+        variant = variant._replace(causal=False)  # a single query at the end sees everything: decoding
     request = request_of(q, k, v, variant)
     return variant, request, choose_attention(request, backend)
 

@@ -136,4 +136,7 @@ def _refused(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[str, ..
             "flash": cuda.can_use_flash_attention(given),
             "efficient": cuda.can_use_efficient_attention(repeated if q.shape[1] != k.shape[1] else given),
         }
+    mask = variant.mask
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):  # it would be rounded; the own kernel reads it
+        accepts["cudnn"] = False
     return tuple(name for name, accepted in accepts.items() if not accepted)
