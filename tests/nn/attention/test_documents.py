@@ -253,6 +253,17 @@ def deterministic(monkeypatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, about what it does not trace
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traces_and_meta_tensors_take_the_mask():
+    """Neither can say how many documents there are."""
+    model, positions = Decoder(CONFIG, seed=3), positions_of()
+    ids = random_ids(CONFIG.vocab_size, *positions.shape)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids, ids, positions), model(ids, ids, positions))
+    assert model.to("meta")(ids.to("meta"), ids.to("meta"), positions.to("meta")).shape == ()
+
+
 def gpu_decoder(**changes: Any) -> Decoder:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 4} | changes
     config = DecoderConfig(vocab_size=20, num_layers=2, max_position=16384, **sizes)

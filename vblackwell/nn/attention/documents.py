@@ -31,6 +31,11 @@ def document_starts(first_BS: Tensor) -> Tensor:
     return functional.pad(starts, (0, more + 1), value=rows * length).int()
 
 
+def document_starts_at(positions_BS: Tensor) -> Tensor:
+    """`document_starts` of documents that begin at position 0."""
+    return document_starts(positions_BS == 0)
+
+
 def within_documents(positions_BS: Tensor) -> Tensor:
     """What each token may attend to, (B, S, S): itself and what precedes it in its document, which begins at 0."""
     document_BS = (positions_BS == 0).cumsum(1)
@@ -46,24 +51,33 @@ def runs_packed(device: torch.device, dtype: torch.dtype, head: int) -> bool:
     return fits and not registry.triton_reasons(device, registry.capability(device))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Documents:
-    """Those of a batch. ``starts``: of `document_starts`; ``make_mask``: gives the same as a mask, True where one
-    attends; ``window``: how many tokens of its document one sees with its own; None: all before it.
+    """Those of a batch. ``starts``: of `document_starts`, None: as ``make_starts`` gives them where they are needed;
+    ``make_mask``: gives the same as a mask, True where one attends; ``window``: how many tokens of its document one
+    sees with its own; None: all before it.
     """
 
-    starts: Tensor
+    starts: Tensor | None
     make_mask: Callable[[], Tensor]
     window: int | None = None
+    make_starts: Callable[[], Tensor] | None = None
+    made: Tensor | None = None
 
-    @functools.cached_property
+    @property
     def mask(self) -> Tensor:
-        return self.make_mask()
+        if self.made is None:
+            self.made = self.make_mask()
+        return self.made
 
     def attention(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, **scores: Any) -> Tensor | None:
         """What queries gather (B, N, S, H) by `flash_attention_varlen`, which takes ``scores``; None: use ``mask``."""
         runs = k_BKSH.shape == v_BKSH.shape and runs_packed(q_BNSH.device, q_BNSH.dtype, q_BNSH.shape[3])
         if not runs or registry.asked_for("attention") not in (None, "triton"):
+            return None
+        if self.starts is None and self.make_starts is not None and registry.computes_at_once():
+            self.starts = self.make_starts()
+        if self.starts is None:  # a trace cannot know how many documents there are
             return None
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNSH, k_BKSH, v_BKSH))
         how = {"causal": True, "window": self.window, **scores}

@@ -20,7 +20,8 @@ from torch.types import Device
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import add_rms_norm
-from vblackwell.nn.attention.documents import Documents, document_starts, within_documents
+from vblackwell.kernels.runtime.registry import computes_at_once
+from vblackwell.nn.attention.documents import Documents, document_starts_at, within_documents
 from vblackwell.nn.attention.layer import rotary_tables, rotary_tables_at
 from vblackwell.nn.decoder.block import DecoderLayer, KVCache, RMSNorm, SelfAttention, SteadyCache
 from vblackwell.nn.decoder.checkpoint import checkpoint
@@ -184,9 +185,11 @@ class Decoder(nn.Module):
             raise ConfigurationError("positions of packed documents, and a cache: give one document at a time")
         else:
             tables = rotary_tables_at(positions_BS, *shape)
-            starts = document_starts(positions_BS == 0) if starts is None else starts
-            if not x_BSD.is_cuda or starts.shape[0] - 1 > x_BSD.shape[0]:  # else one a row: causal, faster, other bits
-                documents = Documents(starts, partial(within_documents, positions_BS))
+            make_starts, on_gpu = partial(document_starts_at, positions_BS), x_BSD.is_cuda and computes_at_once()
+            starts = make_starts() if starts is None and on_gpu else starts
+            # Else one a row: causal, faster, other bits.
+            if starts is None or not on_gpu or starts.shape[0] - 1 > x_BSD.shape[0]:
+                documents = Documents(starts, partial(within_documents, positions_BS), make_starts=make_starts)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for layer in self.layers:
             if recompute:
