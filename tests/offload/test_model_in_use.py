@@ -22,6 +22,7 @@ from tests.offload.models import CASES, build
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, StepAbandoned, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.decoder.checkpoint import second_pass_under
 from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.groups import Slot, find_groups
@@ -571,6 +572,30 @@ def test_a_checkpoints_second_pass_uses_each_layer_once(case, stack: VGPUStack, 
     # The head's weight is read again by its own backward; everything else is a layer's second pass.
     assert [count for count in used if count == layer] == [count for count in forward if count == layer]
     assert sum(count < layer for count in used) <= 1, used
+
+
+def test_what_checkpoints_a_layer_is_put_back(stack: VGPUStack):
+    """Whoever enters and leaves first, threads or forwards that were interrupted."""
+    model = offloaded(stack, build(GPT2, True))
+    layer = model.transformer.h[1]
+    before = vars(layer)["_gradient_checkpointing_func"]
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(second_pass_under(ExitStack, layer))
+        second.enter_context(second_pass_under(ExitStack, layer))
+        first.close()
+        assert vars(layer)["_gradient_checkpointing_func"] is before
+    assert vars(layer)["_gradient_checkpointing_func"] is before
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = layer.mlp.register_forward_pre_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            GPT2.loss(model, 0)
+    handle.remove()
+    GPT2.loss(model, 0).backward()
+    assert vars(layer)["_gradient_checkpointing_func"] is before
 
 
 def test_reentrant_checkpointing(stack: VGPUStack):

@@ -312,7 +312,7 @@ def _compare_packing(adapter: Path, now: str) -> None:
         if before != now:
             was, here = ("as it is" if how == AS_IT_IS else f"packed by {how}" for how in (before, now))
             said = f"{adapter} was trained over the base {was}, which here is {here}: it may do worse than in training"
-            flags = "--use-fp4, --fp8-activations, --fp4-layers and --keep"
+            flags = "--use-fp4, --fp8-activations, --fp4-activations, --fp4-layers and --keep"
             warnings.warn(f"{said}; give the same arguments ({flags})", UserWarning, stacklevel=2)
             return
 

@@ -243,9 +243,9 @@ class Offload:
 
     def _unwind(self) -> None:
         """Leave what an interrupted forward entered: torch calls no hook after a KeyboardInterrupt."""
-        self._entered.forward.close()
-        while self._entered.sites:
+        while self._entered.sites:  # first: they put back what the forward has put there
             self._entered.sites.pop()[1].close()
+        self._entered.forward.close()
 
     def _prefetch(self, item: Any) -> bool:
         """Load what the stack was asked for, a name such as 'model/layers.3' or a parameter, if it is this model's:

@@ -5,7 +5,9 @@ only, so here in Triton's interpreter, as if linears on the CPU might be fused.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,28 @@ def family(name: str, **sizes: int) -> nn.Module:
             if param.dim() == 1:
                 param.add_(torch.randn_like(param) * 0.1)
     return model
+
+
+@on_the_cpu
+@pytest.mark.parametrize("inside", [False, True])
+def test_attention_is_computed_again_under_the_same_autocast(inside, wanted, monkeypatch):
+    """Which rounds a mask of numbers; a backward is mostly outside."""
+    both = Both(checkpointed(family("Llama").bfloat16()), monkeypatch)
+    length = batch()["input_ids"].shape[1]
+    mask = torch.full((length, length), -3.3).triu(1).expand(2, 1, length, length)
+
+    def found(model: nn.Module, **inputs: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**inputs).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return loss.detach(), [param.grad for param in model.parameters()]
+
+    monkeypatch.setattr(sys.modules[__name__], "gradients", found)
+    with use_backend("rotary", "triton"):
+        assert_equal(*both.run({**batch(), "attention_mask": mask}))
 
 
 @on_the_cpu

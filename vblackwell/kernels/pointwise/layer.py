@@ -12,6 +12,7 @@ Legend: D width, M rows, N features out of a linear.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class _Sources(torch.autograd.Function):
         return tensors
 
 
+def _autocast(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def _parts(x: Tensor, norm_D: Tensor, eps: float, linears: tuple[Any, ...]) -> list[Tensor]:
     """Queries, keys and values."""
     n, _, _ = _rms_norm(x, None, norm_D, eps)
@@ -65,7 +71,7 @@ class _Layer(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, attend: Attend, epsilons: tuple[float, float], wanted: bool, x: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.attend, ctx.epsilons = attend, epsilons
+        ctx.attend, ctx.epsilons, ctx.autocast = attend, epsilons, _autocast(x)
         ctx.save_for_backward(x, *weights)
         if not wanted:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -77,7 +83,13 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors  # read once: a checkpoint unpacks them
-        (first_D, second_D, *feed_forward), linears = weights[:5], tuple(weights[5:])
+        kind, dtype = x.device.type, ctx.autocast
+        with nullcontext() if dtype == _autocast(x) else torch.autocast(kind, dtype, dtype is not None):
+            return _Layer._gradients(ctx, dy, x, *weights)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: Tensor, x: Tensor, *weights: Tensor) -> tuple[Any, ...]:
+        (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
         wanted = ctx.needs_input_grad[4:]
         parts = _parts(x, first_D, ctx.epsilons[0], linears)
         with torch.enable_grad():

@@ -368,7 +368,6 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
 _counted_on = threading.local()  # ``here``: positions are made by a model, of one document a row
 
 
-@functools.cache
 def _ask_of_given_positions() -> bool:
     """From now on, transformers' masks ask the GPU whether positions are of packed documents only where positions were
     given: the answer, which the host waits for, is known of those that a model makes. False where masks do not ask.
@@ -376,13 +375,14 @@ def _ask_of_given_positions() -> bool:
     from transformers import masking_utils
 
     ask: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if ask is None:
-        return False
+    if ask is None or hasattr(ask, "_vb_given"):
+        return ask is not None
 
     @functools.wraps(ask)
     def find(position_ids: Tensor) -> Tensor | None:
         return None if getattr(_counted_on, "here", False) else ask(position_ids)
 
+    find._vb_given = True  # type: ignore[attr-defined]
     masking_utils.find_packed_sequence_indices = find
     return True
 

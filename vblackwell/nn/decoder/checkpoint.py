@@ -64,6 +64,7 @@ def second_pass_under(context: Callable[[], AbstractContextManager[Any]], module
     ``context()``: since 5.23 the module's hooks run in the first pass only.
     """
     own: Any = vars(module).get(_FUNCTION)
+    own = getattr(own, "_vb_own", own)  # another thread is inside: whoever leaves puts back what was there at first
 
     def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if torch._C._current_graph_task_id() == -1 else context():
@@ -73,6 +74,7 @@ def second_pass_under(context: Callable[[], AbstractContextManager[Any]], module
         calls_hooks = hasattr(getattr(function, "func", function), "__self__")  # the module's own __call__, as before
         return own(function if calls_hooks else partial(again, function), *args, **kwargs)
 
+    run._vb_own = own  # type: ignore[attr-defined]
     if own is not None:
         vars(module)[_FUNCTION] = run
     try:

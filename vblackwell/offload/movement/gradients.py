@@ -69,7 +69,7 @@ def after_norms(collectors: Iterable["GradientCollector"], device: torch.device)
     copies of the last gradients and states; a host that waits for it queues nothing of the next forward meanwhile. To
     be waited for inside.
     """
-    taken = [each.norms_taken for each in collectors if each.norms_taken is not None]
+    taken = [event for each in collectors for event in each.norms_taken.values()]
     if not taken:
         return nullcontext()
     stream = _norm_stream(device)
@@ -91,7 +91,7 @@ class GradientCollector(Mover):
         super().__init__(shared)
         self._max_in_flight = max_in_flight
         self.measuring = False
-        self.norms_taken: torch.cuda.Event | None = None  # the last ones that were, on level 0
+        self.norms_taken: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the last ones that were, on level 0
         self.filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
@@ -152,8 +152,8 @@ class GradientCollector(Mover):
             pieces = [(base + slot.offset, slot.num_elements, slot.dtype) for slot in buffer.slots]
             norms = norms_at(pieces, buffer.bytes.device).unbind()
             self._state(buffer.group).level0_norms.update(zip(buffer.slots, norms, strict=True))
-            self.norms_taken = torch.cuda.Event()
-            self.norms_taken.record(torch.cuda.current_stream(buffer.bytes.device))
+            stream = torch.cuda.current_stream(buffer.bytes.device)
+            self.norms_taken.setdefault(stream, torch.cuda.Event()).record(stream)
         return adding
 
     def _send_unfinished(self, buffer: GradientBuffer) -> None:
