@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.kernels.attention.oracle import DEVICE, normal, relative
 from tests.kernels.pointwise.oracle import poisoned
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.op import bounds
 from vblackwell.kernels.attention.paged import paged_attention, store_pages
 from vblackwell.kernels.attention.reference import attention_reference
@@ -230,5 +230,7 @@ def test_what_does_not_fit_is_refused():
     refused("a window of 0", 0, given[0], window=0)
     with pytest.raises(ConfigurationError, match="at most 0 queries"):
         paged_attention(*given, 0)
+    with pytest.raises(Unsupported, match="no gradient"):
+        paged_attention(given[0].clone().requires_grad_(), *given[1:], 1)
     with pytest.raises(ConfigurationError, match="torch.int64"):
         store_pages(cache.keys[0], cache.values[0], cache.key_pages, cache.value_pages, cache.slots(0).int())

@@ -131,6 +131,8 @@ def test_refusals():
         "do not belong": (x, codes[:, :1], scales, scale, None, "nvfp4-tiled", "none", N, K),
         "one fp32 value": (x, codes, scales, scale.double(), None, "nvfp4-tiled", "none", N, K),
         "no elements": (x, codes, scales, scale, None, "nvfp4-tiled", "none", 0, K),
+        "a bias of .1,.": (x, codes, scales, scale, torch.ones(1), "nvfp4-tiled", "none", N, K),
+        "a bias .* on meta": (x, codes, scales, scale, torch.ones(N, device="meta"), "nvfp4-tiled", "none", N, K),
     }.items():
         with pytest.raises(ConfigurationError, match=match):
             fp4_linear(*args)

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.op import WIDEST_HEAD, bounds, check_heads, check_options
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime.registry import runs_triton
@@ -52,7 +52,7 @@ def paged_attention(
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
 
     ``starts``, ``table`` and ``lengths`` are on the device and are not looked at. Raises ConfigurationError where
-    shapes, types or values do not belong together.
+    shapes, types or values do not belong together, Unsupported where a gradient is wanted.
     """
     _check_pages(q_SNH, key_pages, value_pages, "queries")
     check_heads(q_SNH, key_pages[:, 0], value_pages[:, 0], 1)
@@ -70,6 +70,8 @@ def paged_attention(
             f"at most {max_q} queries a request, starts, table and lengths on {devices}: "
             f"give at least 1, and tensors on {q_SNH.device}"
         )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_SNH, key_pages, value_pages)):
+        raise Unsupported("attention over pages has no gradient: call it under torch.no_grad()")
     numbers = (bounds(True, window)[0], scale or 1 / math.sqrt(q_SNH.shape[-1]), softcap or 0.0)
     given = (q_SNH, key_pages, value_pages, starts, table, lengths)
     if q_SNH.numel() == 0 or requests == 0 or table.shape[1] == 0:

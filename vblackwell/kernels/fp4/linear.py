@@ -55,8 +55,9 @@ def run_rows(
     request and of `Given`, which is kept, and called with x, weight, bias and ``more``.
 
     Raises ConfigurationError where the arguments do not belong together."""
+    how = registry.asked_for(op), differentiating_forward(), None if bias is None else (bias.shape, bias.device)
     kinds = x.device, weight[0].device, x.dtype, weight[-1].dtype, x.shape, *map(_shape, weight)
-    prepared = _prepare(op, table, format, activation, n, k, registry.asked_for(op), differentiating_forward(), *kinds)
+    prepared = _prepare(op, table, format, activation, n, k, *how, *kinds)
     return prepared(x.contiguous(), weight, bias, *more)
 
 
@@ -70,6 +71,7 @@ def _prepare(
     k: int,
     name: str | None,
     forward_mode: bool,  # `choose` sees it by itself
+    bias: tuple[Shape, torch.device] | None,
     device: torch.device,
     weight_device: torch.device,
     dtype: torch.dtype,
@@ -86,6 +88,8 @@ def _prepare(
         raise ConfigurationError(f"the input is {dtype}: use bfloat16, float16 or float32")
     if device != weight_device:
         raise ConfigurationError(f"the input is on {device} and the weight on {weight_device}: move one of them")
+    if bias not in (None, ((n,), device)):
+        raise ConfigurationError(f"a bias of {tuple(bias[0])} on {bias[1]}: give ({n},) on {device}")
     check_activation(activation)
     if (m := math.prod(rows)) == 0:
         return lambda x, *_: x.new_empty(*rows, n)
