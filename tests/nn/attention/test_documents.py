@@ -144,7 +144,7 @@ def test_the_decoder_makes_nothing_of_s_times_s(checkpointing, packed_kernel, mo
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the stack is in RAM; test_level_0_changes_no_bit_on_a_gpu is the same")
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_streamed_and_resident_models_have_equal_gradients(checkpointing, packed_kernel, make_stack):  # noqa: F811
     initial = Decoder(CONFIG, seed=3)
     initial.gradient_checkpointing = checkpointing
@@ -169,7 +169,12 @@ def model_step(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
 @pytest.mark.parametrize(
-    ("kind", "checkpointing"), [("gpt2", False), ("gemma2", False), ("phimoe", False), ("qwen3", True)]
+    ("kind", "checkpointing"),
+    [
+        ("gemma2", False),
+        ("qwen3", True),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("gpt2", "phimoe")),
+    ],
 )
 def test_models_of_transformers(kind, checkpointing, packed_kernel, monkeypatch):
     """Whole and sliding layers, soft caps, a model that does not tell its attention of its window."""

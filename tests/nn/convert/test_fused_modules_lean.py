@@ -120,7 +120,7 @@ def family(name: str, **sizes: int) -> nn.Module:
 
 
 @on_the_cpu
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention_is_computed_again_under_the_same_autocast(inside, wanted, monkeypatch):
     """Which rounds a mask of numbers; a backward is mostly outside."""
     both = Both(checkpointed(family("Llama").bfloat16()), monkeypatch)
@@ -142,8 +142,17 @@ def test_attention_is_computed_again_under_the_same_autocast(inside, wanted, mon
 
 
 @on_the_cpu
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        ("Llama", False),
+        ("Qwen2", True),
+        *(
+            pytest.param(name, reentrant, marks=pytest.mark.slow)
+            for name, reentrant in (("Mistral", False), ("Qwen2", False), ("Llama", True), ("Mistral", True))
+        ),
+    ],
+)
 def test_a_layer_that_keeps_its_input_alone_gives_the_bits_of_its_parts(name, reentrant, wanted, monkeypatch):
     both = Both(checkpointed(family(name), reentrant), monkeypatch)
     with use_backend("rotary", "triton"):
