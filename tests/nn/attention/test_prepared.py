@@ -469,7 +469,7 @@ def test_masks_on_cudnn_are_those_of_the_unfused_one(kind, queries, keys, kv_hea
     tensors = qkv(4, kv_heads, queries, keys, head, "cuda", torch.bfloat16)
     found = masks(queries, keys, "cuda")
     found["expanded"] = found["added"].to(torch.bfloat16).expand(2, 4, queries, keys)
-    mask = found[kind]
+    mask = found[kind] if found[kind].dtype == torch.bool else found[kind].to(torch.bfloat16)  # else it is refused
     if kind == "boolean":
         mask[:, :, 1] = False
     got, exact = with_gradients(lambda q, k, v: on_cudnn(q, k, v, mask), tensors), exactly(tensors, mask)
