@@ -269,7 +269,9 @@ class Forecast:
         gradient = max((p.numel() * p.element_size() for p in parameters if p.requires_grad), default=0)
         found = peak_with_gradients(trace, 0.0) + gradient
         if choice.activations == "host":
-            found -= max(0, self._num_blocks(choice) - layout.NEWEST - layout.AHEAD) * self._input_bytes(choice)
+            inputs = self._input_bytes(choice)
+            ahead = layout.checkpoints_ahead(inputs, self.machine.bounds.gpu, on_gpu=self.machine.has_gpu)
+            found -= max(0, self._num_blocks(choice) - layout.NEWEST - ahead) * inputs
         return max(gradient, found)
 
     def _num_blocks(self, choice: Choice) -> int:

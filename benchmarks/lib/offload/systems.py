@@ -173,8 +173,9 @@ def build_plain(case: Case, device: torch.device) -> System:
 
 
 def build_held(case: Case, device: torch.device) -> System:
-    """The three lines without a cap."""
-    return build_lines(case, device, placement="resident")
+    """The three lines with as much of the GPU as there is."""
+    everything = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else case.cap_bytes
+    return build_lines(replace(case, cap_bytes=everything), device, placement="resident")
 
 
 def build_lines(case: Case, device: torch.device, placement: str = "auto") -> System:

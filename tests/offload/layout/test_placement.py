@@ -17,6 +17,7 @@ from vblackwell.offload.layout.placement import (
     STATE_BYTES,
     StreamedPlacement,
     StreamingOptions,
+    checkpoints_ahead,
     deferred_groups,
     pass_bytes,
     passing_bytes,
@@ -28,7 +29,7 @@ from vblackwell.offload.layout.placement import (
     state_bytes,
 )
 from vblackwell.offload.layout.storage_plan import StoragePlan
-from vblackwell.units import GiB
+from vblackwell.units import GiB, MiB
 
 RATES = st.floats(1e8, 1e11)
 
@@ -139,3 +140,10 @@ def test_two_groups_and_the_ring_are_the_least():
     assert on_gpu((1024, 1024), 12, int(2.4 * group)).budget_bytes == group
     with pytest.raises(InsufficientMemory, match="the largest layer group, '0', needs 4.00 MiB there"):
         on_gpu((1024, 1024), 12, int(2.2 * group))
+
+
+@pytest.mark.parametrize(("megabytes", "calls"), [(16, 3), (80, 3), (128, 2), (256, 1), (1024, 1)])
+def test_fewer_large_inputs_of_checkpoints_are_under_way(megabytes: int, calls: int):
+    """Of 8 GiB: 16 x 2048 tokens of a width of 4096 are 256 MiB, and three of them were what such a run lacked."""
+    assert checkpoints_ahead(megabytes * MiB, 8 * GiB, on_gpu=True) == calls
+    assert checkpoints_ahead(megabytes * MiB, 8 * GiB, on_gpu=False) == 3

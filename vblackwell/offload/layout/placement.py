@@ -70,6 +70,9 @@ MAX_IN_FLIGHT = 5  # gradients that leave level 0: where one may not, the GPU wa
 PLACES_SHARE = 0.09
 NEWEST = 2  # inputs of checkpoints that stay on level 0 in any case: one is read by its layer, one is on its way
 AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
+# On a GPU as many as begin within this share of level 0: where an input takes more, a layer's backward takes 10 times
+# what the link needs for the next one.
+AHEAD_SHARE = 0.03
 
 Measured = Callable[[], tuple[float, float]]  # link in bytes/s each way and CPU in parameters/s, while both work
 
@@ -356,11 +359,16 @@ def ring_bytes(groups: Sequence[Group], free_bytes: int, *, on_gpu: bool) -> int
     return found
 
 
-def places(most: int, group_bytes: int, free_bytes: int, *, on_gpu: bool) -> int:
-    """``most`` buffers of the largest group, fewer (one at least) where they are a large part of a GPU's level 0."""
-    if not on_gpu or not group_bytes:
+def places(most: int, each_bytes: int, free_bytes: int, *, on_gpu: bool, share: float = PLACES_SHARE) -> int:
+    """``most`` buffers of ``each_bytes``, fewer (one at least) where they exceed a ``share`` of a GPU's level 0."""
+    if not on_gpu or not each_bytes:
         return most
-    return max(1, min(most, math.ceil(PLACES_SHARE * free_bytes / group_bytes)))
+    return max(1, min(most, math.ceil(share * free_bytes / each_bytes)))
+
+
+def checkpoints_ahead(input_bytes: int, level0_bytes: int, *, on_gpu: bool) -> int:
+    """Of how many checkpoints the inputs, of ``input_bytes``, are on their way to level 0 while one is computed."""
+    return places(AHEAD, input_bytes, level0_bytes, on_gpu=on_gpu, share=AHEAD_SHARE)
 
 
 def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:

@@ -28,7 +28,7 @@ from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
-from vblackwell.offload.layout.placement import AHEAD, NEWEST
+from vblackwell.offload.layout.placement import NEWEST, checkpoints_ahead
 from vblackwell.offload.movement.state import FreeSome, Stalls, current_stream, reserve
 from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
 from vblackwell.units import KiB, MiB, align_up, format_bytes
@@ -388,7 +388,8 @@ class ActivationStore:
         return tensor
 
     def _prefetch(self, asked: Ticket) -> None:
-        wanted = asked.before(AHEAD)
+        on_gpu, room = self._device.type == "cuda", self._stack.levels[0].capacity_bytes
+        wanted = asked.before(checkpoints_ahead(asked.boundary.span_bytes, room, on_gpu=on_gpu))
         coming = []
         for boundary in _alive(self._coming):
             if wanted and wanted[-1].call <= boundary.last_call <= asked.call:
