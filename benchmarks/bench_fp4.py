@@ -4,6 +4,7 @@
     python benchmarks/bench_fp4.py --random 30 --seed 7     # cases that nobody has tuned for; --skip K goes on after K
     python benchmarks/bench_fp4.py --pack                   # what packing takes; --host: what calls cost the host
     python benchmarks/bench_fp4.py --sms 46,108             # what other GPUs run, on as many multiprocessors
+    python benchmarks/bench_fp4.py --model                  # packing a Llama of 6.7B, and decoding with it
     python benchmarks/bench_fp4.py --start cpu              # replacing 62 linears of 36 M parameters, anywhere
 
 Times are medians of CUDA-graph replays over layers whose weights exceed the L2 many times, as many for every system,
@@ -45,6 +46,7 @@ from benchmarks.lib.kernels.fp4_layers import (
     run_plan,
     sources,
 )
+from benchmarks.lib.kernels.fp4_models import bench_models
 from benchmarks.lib.kernels.fp4_packing import print_packing
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.graph_timing import Replay, graph_of, host_us, turns_us
@@ -348,6 +350,7 @@ def main() -> None:
     add("--peer-seconds", type=float, default=60.0, help="for a peer to make its layers, or to run some rows first")
     add("--host", action="store_true", help="what eager calls cost the host, and nothing else")
     add("--pack", action="store_true", help="what packing weights takes, by formats and searches, and nothing else")
+    add("--model", action="store_true", help="pack a Llama of 6.7B and decode with it, and nothing else")
     add("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
     add("--rows", type=numbers, default=list(ROWS))
     add("--sms", type=numbers, help="time what other GPUs run on so many multiprocessors, 46,108, and nothing else")
@@ -358,6 +361,9 @@ def main() -> None:
     if args.pack:
         for n, k in args.shapes:
             print_packing(n, k)
+    elif args.model:
+        told_machine()
+        print("\n".join(bench_models()))
     elif args.host:
         host(args)
     elif args.sms:

@@ -188,3 +188,12 @@ def test_every_system_follows_each_neighbour_as_often(monkeypatch, rounds):
     assert timing.turns_us(graphs, rounds) == [1.0] * 3
     timed = "".join(order[3:])  # after the round that goes before
     assert timed == "abccba" * 2
+
+
+@pytest.mark.gpu
+def test_a_packed_model_decodes_by_a_plain_loop(monkeypatch, capsys):
+    fp4_models = importlib.import_module("benchmarks.lib.kernels.fp4_models")
+    small = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    monkeypatch.setattr(fp4_models, "SIZES", fp4_models.SIZES | small)
+    lines = fp4_models.bench_models(2)
+    assert len(lines) == 3 and "14 weights" in capsys.readouterr().out
