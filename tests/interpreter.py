@@ -1,4 +1,4 @@
-"""Four things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
+"""Seven things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
 
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
@@ -9,18 +9,24 @@ done once a launch for each set of modules.
 It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out
 once a process.
 
+It makes a table of all types whenever it asks which one of numpy's a type is, and names all that a kernel calls as
+often as it is called: another third. It asks of what is the same object, or cannot be constant, whether it is.
+
+It checks sums of integers for overflow, in a dozen operations each, and throws the answer away unless it debugs.
+
 It loses bf16's subnormal numbers on their way to fp32, and cuts fp32 off instead of rounding it to bf16.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 
 def repair() -> None:
-    """All four, at most once a process. The interpreter must be on."""
+    """All seven, at most once a process. The interpreter must be on."""
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "vblackwell_repaired"):
@@ -33,29 +39,39 @@ def repair() -> None:
         interpreter.GridExecutor.__call__,
     )
     ready: set[frozenset[int]] = set()  # sets of modules that are replaced as long as the launch lasts
+    modules: dict[int, frozenset[int]] = {}  # of the globals of a function that the launch has called
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def patched_lang(function: Any) -> Any:
-        used = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        names = function.__globals__
+        used = modules.get(id(names))
+        if used is None:
+            used = frozenset(id(value) for value in names.values() if value is tl or value is tl.core)
+            modules[id(names)] = used
         if used in ready:
             return interpreter._LangPatchScope()  # with nothing to restore
         ready.add(used)
         return patch_lang(function)
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
-        ready.clear()
+        ready.clear(), modules.clear()
         try:
             launch(self, *args, **kwargs)
         finally:
-            ready.clear()
+            ready.clear(), modules.clear()
 
     interpreter._patch_lang_tensor = patched_tensor
     interpreter._patch_lang = patched_lang
     interpreter.GridExecutor.__call__ = launched
     _remember_types(tl.core)
+    _remember_numpy_types(interpreter)
+    interpreter._patch_attr = _patched_attr(interpreter.TritonSemantic)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _convert_bf16(interpreter)
 
 
@@ -73,6 +89,34 @@ def _convert_bf16(interpreter: Any) -> None:
         return convert(values, given, wanted, rounding)
 
     interpreter._convert_float = converted
+
+
+def _remember_numpy_types(interpreter: Any) -> None:
+    ask = interpreter._get_np_dtype
+    types: dict[str, Any] = {}
+
+    def numpy_type(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in types:
+            types[name] = ask(of)
+        return types[name]
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def _patched_attr(semantic_of: Any) -> Any:
+    """As the interpreter's function, whose members copy their keywords without the one that is given anew."""
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = semantic_of(builder)
+
+        def new_member(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, new_member)
+
+    return patch_attr
 
 
 def _remember_types(core: Any) -> None:
@@ -97,3 +141,7 @@ def _remember_types(core: Any) -> None:
         self.shape, self.numel = shapes[key]
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    compare, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
+    core.dtype.__eq__ = lambda self, other: self is other or compare(self, other)
+    core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
