@@ -35,9 +35,9 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
 ]
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
-# Plans differ in a few sizes: one in ten is compiled each time, all of them with what is slow (make test-all).
-one_in_ten_or_all = pytest.mark.parametrize(
-    "chosen", [slice(None, None, 10), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in ten", "all"]
+# Plans differ in a few sizes: one in twenty is compiled each time, all of them with what is slow (make test-all).
+some_or_all = pytest.mark.parametrize(
+    "chosen", [slice(None, None, 20), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in twenty", "all"]
 )
 
 
@@ -50,6 +50,12 @@ GPUS = {
     "sm_100": Gpu((10, 0), 148, 8e6),
     "sm_120": Gpu((12, 0), 170, 1.792e6),
 }
+
+
+# One is compiled for each time, all with what is slow.
+one_arch_or_all = pytest.mark.parametrize(
+    "arch", [arch if arch == "sm_90a" else pytest.param(arch, marks=pytest.mark.slow) for arch in GPUS]
+)
 
 
 @functools.cache
@@ -66,29 +72,34 @@ def check_usage(plan: MmaPlan, macros: dict[str, int], arch: str, folder: Path) 
     assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
 
 
-@one_in_ten_or_all
 @pytest.mark.parametrize("arch", GPUS)
-def test_mma(arch, chosen, tmp_path):
+def test_plans_fit_their_gpus(arch):
+    """Threads, blocks that meet, and shared memory, which need no compiler."""
     gpu = GPUS[arch]
-    for plan in plans(gpu)[chosen]:
-        check_usage(plan, plan.macros(plan.tokens == 4), arch, tmp_path)
     for plan in plans(gpu):
         assert plan.threads <= 1024 and plan.splits <= (8 if gpu.clusters else 1)
     for (n, k), m in itertools.product(SHAPES, (1, 3, 8, 16, 32, 64, 256)):
         assert mma_plan.plan_mma(m, n, k, gpu).shared_bytes(k) <= SHARED_BYTES[arch], (m, n, k)
+    for (n, k), m, bulk in itertools.product(SHAPES, (1, 3, 8, 16), (False, True)):
+        used = mma_plan.plan_mma(m, n, k, gpu, bulk, one_block=True).shared_bytes(k, norm=True)
+        assert used <= SHARED_BYTES[arch], (arch, m, n, k, used)
 
 
-@one_in_ten_or_all
-@pytest.mark.parametrize("arch", GPUS)
+@some_or_all
+@one_arch_or_all
+def test_mma(arch, chosen, tmp_path):
+    for plan in plans(GPUS[arch])[chosen]:
+        check_usage(plan, plan.macros(plan.tokens == 4), arch, tmp_path)
+
+
+@some_or_all
+@one_arch_or_all
 def test_norm_on_the_way(arch, chosen, tmp_path):
-    """Plans for up to 16 rows, and every plan's shared memory."""
+    """Plans for up to 16 rows."""
     gpu = GPUS[arch]
     found = plans(gpu, False, True) + (plans(gpu, True, True) if gpu.clusters else [])
     for plan in found[chosen]:
         check_usage(plan, plan.macros(False, norm=True), arch, tmp_path)
-    for (n, k), m, bulk in itertools.product(SHAPES, (1, 3, 8, 16), (False, True)):
-        used = mma_plan.plan_mma(m, n, k, gpu, bulk, one_block=True).shared_bytes(k, norm=True)
-        assert used <= SHARED_BYTES[arch], (arch, m, n, k, used)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +124,7 @@ def test_w4a8(width, tmp_path):
     assert sum("LDL" in line for line in loop) <= 1 and not any("STL" in line for line in loop)
 
 
-@one_in_ten_or_all
+@some_or_all
 def test_wgmma(chosen, tmp_path):
     shapes = [(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 100, 129, 200, 512, 1000, 1024)]
     every = {
@@ -135,16 +146,13 @@ def test_wgmma(chosen, tmp_path):
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
 
 
-@pytest.mark.parametrize(
-    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in GPUS if arch != "sm_90a")]
-)
-def test_dequantize(arch, tmp_path):
+@one_arch_or_all
+@pytest.mark.parametrize("out", [0, *(pytest.param(out, marks=pytest.mark.slow) for out in (1, 2))])
+def test_dequantize(out, arch, tmp_path):
     jobs: list[tuple[tuple[str, ...], str, dict[str, int]]] = [
-        (fp4_launch.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out, "PARTS": parts})
-        for out in range(3)
-        for parts in range(2)
+        (fp4_launch.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out, "PARTS": parts}) for parts in range(2)
     ]
-    if arch not in ("sm_80", "sm_86"):  # E4M3 needs 8.9
+    if out == 0 and arch not in ("sm_80", "sm_86"):  # E4M3 needs 8.9
         jobs.append((w4a8.E4M3_FILES, "prepare_e4m3", w4a8.prepare_macros(False, 1 << 14)))
     for files, entry, macros in jobs:
         usage = resources(nvrtc.compile_cubin(files, macros, arch), tmp_path)[entry]
