@@ -101,7 +101,8 @@ def test_a_hugging_face_folder_is_trained_further(finished, place):
         "--batch-size",
         "auto",
     ]
-    output = place.vb(*words, "--max-steps", "3", "--device", "cpu", "--sample-tokens", "0", "--vgpu-auto").stdout
+    short = ["--max-steps", "3", "--eval-sequences", "16", "--sample-tokens", "0"]  # the sequences that `finished` took
+    output = place.vb(*words, *short, "--device", "cpu", "--vgpu-auto").stdout
     assert "final: 0.05 M parameters" in output and " over ssd " in output, output
     assert "plan: resident, 8 sequences" in output and "predicted  measured" in output, output
     report = json.loads((place.folder / "runs/final/report.json").read_text())

@@ -4,6 +4,7 @@ numbers of real traces, costs next to them, memory first where it is missing.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,12 +19,19 @@ from vblackwell.planner.estimate.result import Estimated
 from vblackwell.planner.forecast import PLENTY, estimate_offload
 from vblackwell.planner.memory_estimate import Run, estimate_trace
 from vblackwell.planner.model_spec import of_config, of_decoder
+from vblackwell.trace.trace import Trace
 from vblackwell.units import GiB, MiB
 
 
-def test_every_line_is_a_difference_between_two_traces():
+@functools.cache
+def small_run() -> tuple[Run, Trace]:
+    """A small decoder on an RTX 3070, and its trace of 16 sequences."""
     run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
-    trace = run.trace(16)
+    return run, run.trace(16)
+
+
+def test_every_line_is_a_difference_between_two_traces():
+    run, trace = small_run()
     memory = estimate_trace(trace, run.capability)
     estimated = Estimated(run, 16, trace, memory, find_gpu("RTX 3070"), GiB, False)
     found = {each.change: each for each in advice_of(estimated)}
@@ -38,8 +46,7 @@ def test_every_line_is_a_difference_between_two_traces():
 
 
 def test_a_stack_that_needs_checkpointing_is_advised_with_it():
-    run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
-    trace = run.trace(16)
+    run, trace = small_run()
     roomy = estimate_offload(run, trace, 16, GiB << 4, PLENTY, 0)
     tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte in addition to activations
     stack = estimate_offload(run, trace, 16, tight, PLENTY, 0)
