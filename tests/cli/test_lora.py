@@ -27,7 +27,9 @@ def loss_of(model, ids: torch.Tensor) -> float:
         return float(model.eval()(input_ids=ids, labels=ids).loss)
 
 
-@pytest.mark.parametrize(("kind", "fp4", "fp8"), [("llama", True, False), ("llama", True, True)])
+@pytest.mark.parametrize(
+    ("kind", "fp4", "fp8"), [pytest.param("llama", True, False, marks=pytest.mark.slow), ("llama", True, True)]
+)
 def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
     """Streamed; checkpoints hold adapters alone; a resumed run ends with the same bytes; both folders open."""
     folder = folders(kind)

@@ -45,7 +45,7 @@ def linears(model: torch.nn.Module) -> int:
     return sum(isinstance(layer, FusedFP4Linear) for layer in model.modules())
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_a_packed_folder_resident_and_streamed(folder, format, rounded, make_stack, tokenizer, tmp_path):  # noqa: F811
     quantize_folder(folder, tmp_path / "packed", format)
     model = load_model(tmp_path / "packed", w4a4=True)

@@ -71,7 +71,7 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     return (q_MK.float() * scale_M1).view_as(x)
 
 
-@pytest.mark.parametrize("where", ["resident", "streamed"])
+@pytest.mark.parametrize("where", [pytest.param("resident", marks=pytest.mark.slow), "streamed"])
 def test_the_command_rounds_prompts_alone_and_says_so(where, packed, rounded, tokenizer, capsys):  # noqa: F811
     common = ["generate", "--model", str(packed), "--temperature", "0", "--max-new-tokens", "5", "--device", "cpu"]
     levels = ["--fast-memory", "128KiB", "--host-memory", "1MiB"] if where == "streamed" else []

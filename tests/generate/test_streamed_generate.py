@@ -161,7 +161,7 @@ def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("qwen3", "nvfp4"),
+        pytest.param("qwen3", "nvfp4", marks=pytest.mark.slow),
         pytest.param("qwen2", "mxfp4", marks=pytest.mark.slow),
         pytest.param("opt", "nf4", marks=pytest.mark.slow),
         pytest.param("mixtral", "int4", marks=pytest.mark.slow),

@@ -263,8 +263,11 @@ def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
         check_base(tmp_path / "theirs", other, "owner/copy")
 
 
-def test_an_adapter_knows_how_its_base_was_packed(written, make_stack, tmp_path):  # noqa: F811
-    """Packed alike it is opened without a word; peft opens it over the base as it is."""
+@pytest.mark.parametrize("apart", [1, *(pytest.param(apart, marks=pytest.mark.slow) for apart in (2, 3))])
+def test_an_adapter_knows_how_its_base_was_packed(apart, written, make_stack, tmp_path):  # noqa: F811
+    """Packed alike it is opened without a word; peft opens it over the base as it is. Each packing against the one
+    that stands so far ``apart`` from it.
+    """
     folder, adapter = written("llama"), tmp_path / "adapter"
     packings = {
         '{"fp4": "nvfp4"}': {"fp4": "nvfp4"},
@@ -276,16 +279,16 @@ def test_an_adapter_knows_how_its_base_was_packed(written, make_stack, tmp_path)
         '{"fp4": "mxfp4", "w4a8": true}': {"fp4": "mxfp4", "w4a8": True},
         "as it is": {},
     }
-    for text, packing in packings.items():
+    texts = list(packings)
+    for place, (text, packing) in enumerate(packings.items()):
         save_adapter(load(folder, make_stack, **packing), adapter)
         load(folder, make_stack, lora=None, adapter=adapter, **packing)
-        for other, others in packings.items():
-            if other != text:
-                with pytest.warns(UserWarning, match="was trained over the base") as said:
-                    load(folder, make_stack, lora=None, adapter=adapter, trainable=False, **others)
-                (line,) = said
-                was, here = (each if each == "as it is" else f"packed by {each}" for each in (text, other))
-                assert f"over the base {was}, which here is {here}: " in str(line.message)
+        other = texts[(place + apart) % len(texts)]
+        with pytest.warns(UserWarning, match="was trained over the base") as said:
+            load(folder, make_stack, lora=None, adapter=adapter, trainable=False, **packings[other])
+        (line,) = said
+        was, here = (each if each == "as it is" else f"packed by {each}" for each in (text, other))
+        assert f"over the base {was}, which here is {here}: " in str(line.message)
         peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
     (file,) = adapter.glob("*.safetensors")
     tensors = load_file(file)

@@ -145,6 +145,7 @@ def test_half_precision():
         check(Case((1, 20, 1), (70, 50, 60), page=16), torch.float16)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("page", [8, 64])
 def test_bits_are_a_request_s_own(page, options):
@@ -165,6 +166,7 @@ def test_bits_are_a_request_s_own(page, options):
             assert all(map(torch.equal, Cache(case).attend(**options), together))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"window": 50}], ids=str)
 @pytest.mark.parametrize("cuts", [(1, 40), (32, 40), (17, 18, 39, 40)], ids=str)
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole(cuts, options):

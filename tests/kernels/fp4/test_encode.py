@@ -137,7 +137,7 @@ def by_kernel(w: torch.Tensor, *how, **options) -> PackedTensor:
         return encode.quantize(w.to(DEVICE), *how, **options)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("search", ["mse", "max"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("case", CASES)

@@ -125,7 +125,7 @@ def decoder_step(model: Decoder, rows: list[list[int]]) -> tuple[torch.Tensor, l
     return loss.detach(), [param.grad.cpu() for param in model.parameters()], largest.elements
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_decoder_makes_nothing_of_s_times_s(checkpointing, packed_kernel, monkeypatch):
     """And its loss and gradients are those with the mask."""
     model = Decoder(CONFIG, seed=3).to(DEVICE)
