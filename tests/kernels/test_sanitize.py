@@ -24,7 +24,8 @@ def shipped() -> set[str]:
         names = re.findall(r"__global__\s+(?:void|__\w+__\([^)]*\)|\s)*(\w+)\(", text)
         assert text.count("__global__") == len(names), path
         found |= set(names)
-    trees = [(path.stem, ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")]
+    texts = [(path.stem, path.read_text()) for path in PACKAGE.rglob("*.py")]
+    trees = [(stem, ast.parse(text)) for stem, text in texts if "jit" in text]  # parsing every file takes seconds
     jitted = {
         (stem, node.name)
         for stem, tree in trees
@@ -32,6 +33,8 @@ def shipped() -> set[str]:
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
     }
     # A kernel that is launched is named in the host's code, of its own module or of one that imports it.
+    named = re.compile(r"\b(?:" + "|".join({name for _, name in jitted}) + r")\b")
+    trees += [(stem, ast.parse(text)) for stem, text in texts if "jit" not in text and named.search(text)]
     for stem, tree in trees:
         names = {name: module for module, name in jitted if module == stem}
         for node in ast.walk(tree):
