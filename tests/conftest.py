@@ -100,15 +100,15 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkServer
 @pytest.fixture
 def program(forks: tuple[ForkServer, dict[str, str]], tmp_path: Path) -> Iterator[Callable[..., str]]:
     """``program(text, *words, NAME=value)``: what a Python program prints that runs in a separate process,
-    and ends well.
+    and ends well, or with ``code``.
     """
     server, _ = forks
 
-    def run(text: str, *words: str, **environment: str) -> str:
+    def run(text: str, *words: str, code: int = 0, **environment: str) -> str:
         path = tmp_path / "program.py"
         path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{text}", encoding="utf-8")
         child = server.start([str(path), *words], tmp_path, environment)
-        assert child.wait() == 0, child.stderr.read_text(encoding="utf-8")[-2000:]
+        assert child.wait() == code, child.stderr.read_text(encoding="utf-8")[-2000:]
         return child.stdout.read_text(encoding="utf-8")
 
     yield run

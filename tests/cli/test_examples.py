@@ -39,8 +39,9 @@ def losses_of(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([\d.]+)", output)]
 
 
-def test_train_own_module(place):
-    output = run_example(place, "train_own_module.py", alone=True)
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_train_own_module(alone, place):
+    output = run_example(place, "train_own_module.py", alone)
     losses = losses_of(output)
     assert losses[1] < losses[0] / 4
     (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
