@@ -116,12 +116,15 @@ ODD_BITS = [
 ]
 
 
+@pytest.mark.parametrize("odd", [ODD_BITS, ODD_BITS[:1], ODD_BITS[1:2], ODD_BITS[6:8]])
 @pytest.mark.parametrize("way", ["compiled", "plain"])
-def test_a_nan_master_stays_a_nan(way: str, monkeypatch: pytest.MonkeyPatch):
-    """A gradient of zero, no decay and no rate: the master keeps its bits."""
+def test_a_nan_master_stays_a_nan(way: str, odd: list[int], monkeypatch: pytest.MonkeyPatch):
+    """A gradient of zero, no decay and no rate: the master keeps its bits. The odd ones are the last of three chunks,
+    whose others are healthy."""
     if way == "plain":
         monkeypatch.setattr(update_loop, "compiled", lambda loop: loop)
-    master = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32).repeat(CHUNK // 8)
+    master = torch.randn(2 * CHUNK + 1000)
+    master[-len(odd) :] = torch.tensor(odd, dtype=torch.int32).view(torch.float32)
     was, weight, loop = master.clone(), torch.zeros(len(master), dtype=torch.bfloat16), MasterLoop()
     numbers = replace(NUMBERS, lr=0.0, weight_decay=0.0)
     states = [torch.zeros_like(master), torch.ones_like(master)]
