@@ -228,9 +228,11 @@ class VGPUAdamW(torch.optim.AdamW):
             self._norm = total = total if inverse_scale == 1.0 else total * inverse_scale
             if not measured:
                 return None
-            self.skipped = not bool(torch.isfinite(total))
             factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
-            return None if factor == 1.0 else factor.cpu()
+            # Both at once: every copy to the host takes its turn after one of a gradient or of states.
+            self._norm, factor = torch.stack((total, factor)).cpu().unbind()
+            self.skipped = not bool(torch.isfinite(self._norm))
+            return None if factor == 1.0 else factor
 
     def _step_plain(self, only: set[Tensor] | None, factor: Tensor | None) -> None:
         torchs: set[Tensor] = set()

@@ -1,0 +1,196 @@
+"""Gradients that stay on level 0 while steps clip, and states that come up before the norm is known: torch's bits,
+whatever happens to the gradient before its update has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.conftest import MakeStack
+from tests.offload.models import CASES, build, equal
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.movement.lane import LaneEnd, LaneJob
+from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
+
+DECODER = CASES[1]
+LIMIT = 1e-2  # every step's norm is larger
+Between = Callable[[nn.Module, torch.optim.Optimizer], object]
+
+
+def first_weight(module: nn.Module) -> nn.Parameter:
+    """Of the group that the forward needs first: its gradient stays."""
+    return next(module.parameters())
+
+
+def train(model: nn.Module, plain: nn.Module, after_backward: Between, after_step: Between, steps: int = 5) -> None:
+    """Both models, with ``LIMIT`` at every step but the last."""
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=LIMIT, update_in_backward=True)
+    theirs, norms = torch.optim.AdamW(plain.parameters(), fused=True), list[float]()
+    for step in range(steps):
+        ours.max_grad_norm = LIMIT if step < steps - 1 else 1e3
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            DECODER.loss(module, step).backward()
+            after_backward(module, optimizer)
+            if module is plain:
+                norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), ours.max_grad_norm)
+            optimizer.step()
+            norms.append(ours.grad_norm or 0.0 if module is model else norm.item())
+            after_step(module, optimizer)
+        assert norms[-1] == norms[-2] and LIMIT < norms[-1] < 1e3, "the last step does not clip, the others do"
+
+
+def nothing(module: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+def zero(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def enabled(make_stack: MakeStack, level0_bytes: int, *, late: bool) -> tuple[nn.Module, nn.Module]:
+    plain, model = build(DECODER, use_checkpoint=True), build(DECODER, use_checkpoint=True)
+    enable_vgpu_stack_optimization(model, make_stack(level0_bytes), update="device", placement="streamed")
+    offload_of(model).level0.at_once = not late
+    return model, plain
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_first_groups_of_the_forward_are_updated_from_what_stayed(
+    late: bool, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    """Their gradients do not come up again, and states of the first are there before the step; ``late``: updates wait
+    for the forward, as on a GPU."""
+    model, plain = enabled(make_stack, 1 << 20, late=late)
+    control = offload_of(model).step_control
+    lane, collector = control.level0._lane, control.gradients
+    submit, stayed = lane.submit, list[str]()
+
+    def spy(job: LaneJob) -> LaneEnd:
+        if job.factor is not None and job.gradient is not None:
+            assert job.gradient_kind is None, "the stored gradient is the same one, not more of it"
+            stayed.append(job.group.name)
+        return submit(job)
+
+    monkeypatch.setattr(lane, "submit", spy)
+    on_level0 = [group for group in control._groups if group in control.level0.groups]
+    first = on_level0[: collector._max_staying]
+    ahead = list[bool]()
+
+    def look(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if module is model and control.num_steps:
+            assert [group for group in on_level0 if collector.stays(group)] == first
+            ahead.append(lane.is_ahead(first[0]))
+
+    train(model, plain, look, zero)
+    assert len(on_level0) > len(first) > 1 and ahead == [True] * 4
+    offload_of(model).finish()
+    assert stayed == [group.name for group in first] * 3  # steps 2 to 4 of 5: the last has no factor
+    assert equal(model, plain)
+    assert not collector.in_flight and not any(map(collector.stays, on_level0))
+
+
+def again(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    DECODER.loss(module, 100).backward()
+
+
+def halve(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    grad = first_weight(module).grad
+    assert grad is not None
+    grad.mul_(0.5)
+
+
+def clip(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ours = isinstance(optimizer, VGPUAdamW)
+    (clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_)(module.parameters(), 0.5)
+
+
+def forget(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first_weight(module).grad = None
+
+
+def start_again(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    DECODER.loss(module, 200).backward()
+
+
+def zero_in_place(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def step_again(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The clipped gradients of the step before are used once more."""
+    if not isinstance(optimizer, VGPUAdamW):
+        grads = [param.grad for param in module.parameters() if param.grad is not None]
+        if torch.nn.utils.get_total_norm(grads) < 2 * LIMIT:  # that step clipped
+            torch.nn.utils.clip_grad_norm_(module.parameters(), LIMIT)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("after_backward", "after_step"),
+    [
+        (again, zero),
+        (halve, zero),
+        (clip, zero),
+        (forget, zero),
+        (start_again, zero),
+        (nothing, nothing),
+        (nothing, zero_in_place),
+        (nothing, step_again),
+        (nothing, again),
+    ],
+)
+def test_a_gradient_that_changes_does_not_stay(
+    after_backward: Between, after_step: Between, late: bool, make_stack: MakeStack
+):
+    model, plain = enabled(make_stack, 1 << 20, late=late)
+    train(model, plain, after_backward, after_step)
+    offload_of(model).finish()
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("level0_kib", [104, 128, 192])
+def test_gradients_give_way_where_level0_is_small(level0_kib: int, late: bool, make_stack: MakeStack):
+    model, plain = enabled(make_stack, level0_kib << 10, late=late)
+    train(model, plain, nothing, zero, steps=6)
+    release(model)
+    assert equal(model, plain)
+
+
+def test_a_step_that_is_skipped_leaves_nothing_behind(make_stack: MakeStack):
+    """A gradient that is not finite: the step changes nothing, and the next is torch's again."""
+    model, plain = enabled(make_stack, 1 << 20, late=True)
+
+    def spoil(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if module is model and offload_of(model).step_control.num_steps == 2:
+            grad = first_weight(module).grad
+            assert grad is not None
+            grad.mul_(float("inf"))
+            optimizer.step()
+            assert optimizer.skipped  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            DECODER.loss(module, 2).backward()
+
+    train(model, plain, spoil, zero)
+    offload_of(model).finish()
+    assert equal(model, plain)
+
+
+def test_closing_gives_back_what_stayed(make_stack: MakeStack):
+    model, stack = build(DECODER), make_stack(1 << 20)
+    enable_vgpu_stack_optimization(model, stack, update="device", placement="streamed")
+    optimizer = VGPUAdamW(model.parameters(), max_grad_norm=LIMIT, update_in_backward=True)
+    for seed in range(2):
+        DECODER.loss(model, seed).backward()
+        if seed == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert offload_of(model).gradients._staying
+    offload_of(model).close()
+    assert all(level["used_bytes"] == 0 for level in stack.get_stats()["levels"])
