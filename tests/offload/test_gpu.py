@@ -19,6 +19,7 @@ from tests.delay import set_transfer_delay
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.movement.lane import CudaLane, LaneEnd, LaneJob
 from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 
@@ -216,11 +217,33 @@ FASTEST = {"resident_bytes": "26MiB", "weight_bytes": "30MiB", "activations": "h
 
 
 @pytest.mark.parametrize(
-    ("update", "accumulation", "more"),
-    [("device", 1, {}), ("device", 2, {}), ("host", 2, {}), (0.4, 1, {}), (0.4, 1, FASTEST)],
+    ("update", "accumulation", "max_norm", "more"),
+    [
+        ("device", 1, 1.0, {}),
+        ("device", 2, 1.0, {}),
+        ("device", 1, 1e-2, {}),  # every step clips: gradients stay on level 0
+        ("host", 2, 1.0, {}),
+        (0.4, 1, 1.0, {}),
+        (0.4, 1, 1e-2, {}),
+        (0.4, 1, None, FASTEST),
+    ],
 )
-def test_stress_with_delays_everywhere(update: str | float, accumulation: int, more: dict[str, str]):
-    chance = random.Random(0)
+def test_stress_with_delays_everywhere(
+    update: str | float,
+    accumulation: int,
+    max_norm: float | None,
+    more: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    chance, stayed = random.Random(0), list[str]()
+    submit = CudaLane.submit
+
+    def spy(lane: CudaLane, job: LaneJob) -> LaneEnd:
+        if job.factor is not None and job.gradient is not None:
+            stayed.append(job.group.name)
+        return submit(lane, job)
+
+    monkeypatch.setattr(CudaLane, "submit", spy)
 
     def delay(kind: str = "thread") -> None:
         if kind == "stream":
@@ -239,10 +262,10 @@ def test_stress_with_delays_everywhere(update: str | float, accumulation: int, m
             set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if delayed else None)
             try:
                 steps = 100 if update == "device" or more else 30
-                free = {"max_norm": None, "undo": False} if more else {}
-                runs.append(train(model, steps, True, accumulation, **free))
+                runs.append(train(model, steps, True, accumulation, max_norm, undo=not more))
             finally:
                 set_transfer_delay(None)
                 set_worker_delay(None)
             release(model)
     assert runs[0] == runs[1]
+    assert bool(stayed) or max_norm != 1e-2, "no gradient stayed on level 0"

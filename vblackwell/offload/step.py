@@ -42,7 +42,8 @@ class StepControl(Mover):
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
-        self.gradients = GradientCollector(shared, found.max_in_flight)
+        # In a backward that no update follows, no weights are locked: gradients may have their places.
+        self.gradients = GradientCollector(shared, found.max_in_flight, found.max_locked if found.on_level0 else 0)
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
@@ -84,7 +85,7 @@ class StepControl(Mover):
         if self._unscaled:
             self.scale_stored(group)
         if self.level0 is not None:
-            self.level0.expect_backward()
+            self.level0.expect_backward(after_step=self._clips_again)
 
     def take_gradient(self, slot: Slot) -> None:
         self.before_gradient(slot.group)
@@ -100,7 +101,9 @@ class StepControl(Mover):
     @defer_sigint()
     def _send_gradient(self, buffer: GradientBuffer) -> None:
         adding = self.gradients.close(buffer)
-        self.gradients.send(buffer, self._update_from(buffer, adding))
+        update = self._update_from(buffer, adding)
+        stays = update is None and self._clips_again and self._places[buffer.group] is self.level0
+        self.gradients.send(buffer, update, stays=stays)
         self.gradient_sent(buffer.group)
 
     def _update_from(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
@@ -127,11 +130,16 @@ class StepControl(Mover):
         source = self.source
         if not source.update_in_backward or self._forwards < source.accumulation_steps or source.loss_scale != 1.0:
             return False
-        if self._clipped and self.follow_clipping:
+        if self._clips_again:
             return False
         if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
             return False
         return all(self.gradients.has(slot) for slot in group.slots) and not self.weights.is_pinned(group)
+
+    @property
+    def _clips_again(self) -> bool:
+        """Whether the coming step is expected to clip: its updates begin when the norm is known."""
+        return self._clipped and self.follow_clipping
 
     def gradient_sent(self, group: Group) -> None:
         """The group's gradient is on its way; update after it if that was asked for and is possible."""

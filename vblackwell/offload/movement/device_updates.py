@@ -65,6 +65,7 @@ class DeviceUpdates(Mover):
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
         self._max_locked = found.max_locked
         self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
+        self._factor: tuple[Tensor, Tensor] | None = None  # of the last step that clipped, and on the device
         self._trace = AccessTrace()  # of early updates
         self._expecting = False
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
@@ -76,12 +77,16 @@ class DeviceUpdates(Mover):
             exact = {group.slots[0].dtype for group in self.groups if not group.formats.packed}
             self._worker.submit(_compile, exact, self._device)
 
-    def expect_backward(self) -> None:
-        """A gradient is on its way: bring up states in the order in which the last backward needed them."""
+    def expect_backward(self, *, after_step: bool) -> None:
+        """A gradient is on its way: bring up states in the order in which the last backward needed them, or, if no
+        update begins before the step, of the first groups of the forward, whose gradients stay.
+        """
         if not self._expecting:
             self._expecting = True
             self.start_all_due()
-            self._lane.expect([self._groups[index] for index in self._trace.last_pass])
+            first = [group for group in self._groups if group in self.groups and group not in self._sliced]
+            early = [self._groups[index] for index in self._trace.last_pass]
+            self._lane.expect(first[: self._max_locked] if after_step else early)
             self._lane.pump()
 
     def commit(self, group: Group, shadows: Ranges) -> None:
@@ -97,9 +102,25 @@ class DeviceUpdates(Mover):
     def queue(
         self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
     ) -> Transfer:
-        """Queue an update: early, from ``gradient`` on level 0, where the weights are too, into ``shadows`` (None: the
-        group's ranges); or, with None, a due one, for which everything is in storage. Its end on level 0.
+        """Queue an early update, from ``gradient`` on level 0, where the weights are too, into ``shadows`` (None: the
+        group's ranges). Its end on level 0.
         """
+        more = self._gradients.has_all_on_host(group)
+        end = self._queue(group, jobs, gradient, factor, shadows, stored=more)
+        self._trace.use(group.index)
+        return end
+
+    def _queue(
+        self,
+        group: Group,
+        jobs: list[Job],
+        gradient: Tensor | None,
+        factor: Tensor | None,
+        shadows: Ranges | None,
+        *,
+        stored: bool,
+    ) -> Transfer:
+        """Queue an update from ``gradient``, ``stored`` one, or both: there is more of it in storage."""
         self._unlock_group(group)
         self.sweep()
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
@@ -109,7 +130,7 @@ class DeviceUpdates(Mover):
         if loaded is None:
             weights.invalidate(group)
         try:
-            if gradient is None or self._gradients.has_all_on_host(group):
+            if stored:
                 kind = self._gradients.kind_when_idle(group)
                 sources[kind] = self._storage.range(group, kind)
             made = dict[tuple[Hyper, int], AdamWStep]()  # mostly one for all: its words are computed once
@@ -118,7 +139,6 @@ class DeviceUpdates(Mover):
                 key = job.hyper, int(job.step) + 1
                 numbers[job.slot] = made.get(key) or made.setdefault(key, AdamWStep(**vars(job.hyper), step=key[1]))
             weight = None if loaded is None else loaded.buffer
-            factor = None if factor is None else factor.to(self._device)
             end = self._lane.submit(
                 LaneJob(group, numbers, sources, targets, weight, gradient, kind, factor, state.last_load)
             )
@@ -140,8 +160,6 @@ class DeviceUpdates(Mover):
             weights.mark_updated(loaded, end.computed)
             self._locked.add((end.stored,), partial(weights.unlock, loaded))
             free_until(lambda: len(self._locked) <= self._max_locked, self.end_oldest)
-        if gradient is not None:
-            self._trace.use(group.index)
         return end.computed
 
     def end_oldest(self) -> bool:
@@ -159,15 +177,27 @@ class DeviceUpdates(Mover):
     # -- at the step ---------------------------------------------------------------------------------------------------
 
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
-        """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
+        """The step's update of ``group``: at once where its states were brought up for it, else a little later
+        (`advance`), when all but a gradient that stayed comes from storage.
+        """
         self._start_due(group)  # of another step, whose turn is first
-        if self.at_once:  # before it is due: it would be made later, when others of its step were not
+        at_once = self.at_once or (self._gradients.stays(group) and self._lane.is_ahead(group))
+        if at_once:  # before it is due: it would be made later, when others of its step were not
             self._unlock_group(group)
             self._weights.refuse_in_use(group)
-        self._due[group] = jobs, factor
+        self._due[group] = jobs, None if factor is None else self._on_device(factor)
         self._states[group].to(Phase.DUE)
-        if self.at_once:
+        if at_once:
             self._start_due(group)
+
+    def _on_device(self, factor: Tensor) -> Tensor:
+        """The step's ``factor`` on level 0, copied once, without a wait: the host would wait for the computing stream,
+        and that for copies of gradients.
+        """
+        if self._factor is None or self._factor[0] is not factor:
+            source = factor.pin_memory() if self._on_gpu else factor
+            self._factor = factor, source.to(self._device, non_blocking=True)
+        return self._factor[1]
 
     def advance(self, group: Group) -> None:
         """The forward reaches ``group``: queue the updates that its successors will need, and one if the lane is idle.
@@ -187,8 +217,13 @@ class DeviceUpdates(Mover):
         if group not in self._due:
             return
         with defer_sigint():
-            jobs, factor = self._due[group]
-            self.queue(group, jobs, None, factor, None)
+            (jobs, factor), staying = self._due[group], self._gradients.take_staying(group)
+            readers, gradient = list[Transfer](), None if staying is None else staying.bytes
+            try:
+                readers.append(self._queue(group, jobs, gradient, factor, None, stored=staying is None))
+            finally:
+                if staying is not None:
+                    self._gradients.end_staying(staying, *readers)
             del self._due[group]
             self._states[group].update_is_queued()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,18 +82,27 @@ def sum_kind(group: Group) -> str:
     return "gradient" if group.is_fp32 else "accumulated"
 
 
+class Staying(NamedTuple):
+    """A group's gradient, which is still on level 0 when it has ``landed`` in storage too."""
+
+    bytes: Tensor
+    reservation: Reservation
+    landed: Transfer
+
+
 class GradientCollector(Mover):
-    """Gathers the gradients of one model, at most ``max_in_flight`` on level 0 at a time; ``measuring``: their norms
-    are wanted.
+    """Gathers the gradients of one model, at most ``max_in_flight`` on level 0 at a time, and up to ``max_staying`` of
+    the last ones that may stay there until the step; ``measuring``: their norms are wanted.
     """
 
-    def __init__(self, shared: Shared, max_in_flight: int) -> None:
+    def __init__(self, shared: Shared, max_in_flight: int, max_staying: int = 0) -> None:
         super().__init__(shared)
-        self._max_in_flight = max_in_flight
+        self._max_in_flight, self._max_staying = max_in_flight, max_staying
         self.measuring = False
         self.norms_taken: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the last ones that were, on level 0
         self.filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self.in_flight = InFlightQueue()  # level-0 buffers
+        self._staying: dict[Group, Staying] = {}  # oldest first
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
         self._sums = SumLoop()
         self._wide = torch.empty(0)  # the worker's
@@ -162,9 +171,10 @@ class GradientCollector(Mover):
         self.send(buffer, None)
 
     @defer_sigint()  # between a copy's start and its being known nothing could wait for it
-    def send(self, buffer: GradientBuffer, update: EarlyUpdate | None) -> None:
-        """Send what was closed on its way to host memory; ``update`` reads it on level 0."""
+    def send(self, buffer: GradientBuffer, update: EarlyUpdate | None, *, stays: bool = False) -> None:
+        """Send what was closed on its way to host memory; ``update`` reads it on level 0, or it ``stays`` there."""
         group = buffer.group
+        self._end_stay(group)
         state = self._state(group)
         adding = bool(state.slots)
         readers = () if update is None or update.reads_until is None else (update.reads_until,)
@@ -185,7 +195,11 @@ class GradientCollector(Mover):
                 if not isinstance(transfer, EventTransfer):  # the next copy may overtake it, as none does on a stream
                     state.task = landing
                 state.kind = buffer.landing
-                self._free_after((transfer, *readers), buffer.reservation)
+                if stays:
+                    self._staying[group] = Staying(buffer.bytes, buffer.reservation, transfer)
+                    free_until(lambda: len(self._staying) <= self._max_staying, self._end_oldest_stay)
+                else:
+                    self._free_after((transfer, *readers), buffer.reservation)
         except Exception:
             free_after(under_way, partial(self._storage.give, buffer.reservation))
             raise
@@ -196,6 +210,30 @@ class GradientCollector(Mover):
 
     def _free_after(self, ends: Iterable[Transfer | Task], reservation: Reservation) -> None:
         self.in_flight.add(tuple(ends), lambda: self._storage.give(reservation))
+
+    def stays(self, group: Group) -> bool:
+        """Whether the group's gradient is still on level 0."""
+        return group in self._staying
+
+    def take_staying(self, group: Group) -> Staying | None:
+        """The group's gradient on level 0, if it stayed there: for one update, which ends it by `end_staying`."""
+        return self._staying.pop(group, None)
+
+    def end_staying(self, staying: Staying, *readers: Transfer) -> None:
+        """Free what was taken when ``readers`` have read it."""
+        self._free_after((staying.landed, *readers), staying.reservation)
+        free_until(lambda: len(self.in_flight) <= self._max_in_flight, self.end_oldest)
+
+    def _end_stay(self, group: Group) -> None:
+        staying = self.take_staying(group)
+        if staying is not None:
+            self._free_after((staying.landed,), staying.reservation)
+
+    def _end_oldest_stay(self) -> bool:
+        for group in self._staying:
+            self._end_stay(group)
+            return True
+        return False
 
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
         """The worker adds it to the sum in host memory, after ``readers`` have read that sum."""
@@ -233,7 +271,7 @@ class GradientCollector(Mover):
 
     def end_oldest(self) -> bool:
         """Free the oldest bytes in flight for what the current stream queues from now on; False if there are none."""
-        if not self.in_flight:
+        if not self.in_flight and not self._end_oldest_stay():
             # What has waited longest for the rest of its gradients is sent without it: there may be none, as for
             # experts that got no token.
             waiting = next((buffer for buffer in self.filling.values() if not buffer.closed), None)
@@ -337,6 +375,7 @@ class GradientCollector(Mover):
     def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
         state, held = self._state(group), self._held(group)
+        self._end_stay(group)
         for slot in slots:
             state.level0_norms.pop(slot, None)
         if factor is not None:

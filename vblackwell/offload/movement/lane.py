@@ -309,6 +309,10 @@ class Lane:
             self._expected.popleft()
             self._ahead.append(self._bring(wanted, sources, far))
 
+    def is_ahead(self, group: Group) -> bool:
+        """Whether states of ``group`` were brought up for the update that comes."""
+        return any(filled.wanted.group is group for filled in self._ahead)
+
     def submit(self, job: LaneJob) -> LaneEnd:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
         kinds = [*self._moved_states(job.group), *(["weight"] if job.weight is None else [])]
