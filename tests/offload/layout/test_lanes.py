@@ -93,6 +93,20 @@ def test_while_steps_clip_states_and_gradients_wait_for_the_norm():
     assert host.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin after backward, and end before forward's last
 
 
+def test_what_stays_and_what_comes_ahead_of_a_step_that_clips_is_off_the_link_after_it():
+    link = replace(FAST, up=4e3, up_both=4e3)
+    plan = LanePlan(chain(), 12000, 20000, piece_bytes=1000, clips=True)
+    none, two, six = (simulate(replace(plan, max_staying=count), link) for count in (0, 2, 6))
+    # The backward, what still comes up after it, and the last group's forward. The ring holds the states of two groups.
+    assert none.up_bytes == pytest.approx(72_000) and none.step_seconds == pytest.approx(18 + 72 / 4 + 1, abs=0.3)
+    assert two.up_bytes == pytest.approx(68_000) and two.step_seconds == pytest.approx(18 + 48 / 4 + 1, abs=0.3)
+    assert six.up_bytes == pytest.approx(60_000) and six.step_seconds == pytest.approx(18 + 40 / 4 + 1, abs=0.3)
+    several = [simulate(replace(plan, max_staying=count, micro_batches=2), link) for count in (0, 6)]
+    assert several[0] == several[1]  # what stays would be one of two that have to be added
+    kept = simulate(replace(plan, groups=chain(resident=True), max_staying=6), FAST)
+    assert kept.up_bytes == 0 and kept.down_bytes == pytest.approx(6 * 2000)
+
+
 def test_micro_batches_pass_weights_and_gradients_again():
     once, thrice = (simulate(LanePlan(chain(), 2 * 2000, 20000, micro_batches=count), FAST) for count in (1, 3))
     assert thrice.step_seconds == pytest.approx(3 * once.step_seconds, rel=1e-3)

@@ -176,4 +176,5 @@ def _plan(
         gradient=float(width),
         micro_batches=micro_batches,
         disk_sets=max(1, storage.staging.num_sets),
+        max_staying=found.max_locked if found.on_level0 else 0,
     )

@@ -6,7 +6,8 @@
 - Inputs of checkpointed groups that wait in host memory go down after forward and come up before backward.
 - States of a group updated on the GPU pass in pieces through a ring: up, update after the group's backward, down again,
   giving way to loads after every piece. Deferred updates wait for the next forward with their gradients in host memory;
-  while steps clip, all do, as none may begin before the norm is known.
+  while steps clip, all do, as none may begin before the norm is known. Gradients of the first groups stay on level 0
+  then, and their states come up during the backward.
 - A group updated on the host sends its gradient down; its next load waits for the CPU, which takes the first groups of
   the forward first.
 - States on a disk are read ahead into a few sets of host memory and written after their updates, writes first.
@@ -71,6 +72,7 @@ class LanePlan:
     micro_batches: int = 1  # forwards and backwards of a step, each with the seconds of its groups
     clips: bool = False  # no update may begin before the norm of all gradients is known
     stores_gradients: bool = False  # of groups updated after their backward, too: for a rollback
+    max_staying: int = 0  # gradients that stay on level 0 where the step clips
     disk_sets: int = 3  # groups whose states may be between disk and GPU at a time
 
     @property
@@ -175,6 +177,9 @@ class Graph:
         self._stored = none.copy()  # what new weights in storage wait for
         self._updated = none.copy()  # what new weights on level 0 wait for
         self._late = none.copy()  # what starts a deferred update
+        self._ahead = none.copy()  # what lets its states come up before, where its gradient stays
+        able = [index for index, group in enumerate(plan.groups) if group.parameters and not group.on_host]
+        self._staying = set(able[: plan.max_staying] if plan.clips and plan.micro_batches == 1 else ())
         self._written = none.copy()  # states of the last step, on the disk
         self._summed = none.copy()
         self._missing = loads_of(plan, steps)
@@ -243,7 +248,8 @@ class Graph:
             self._stored[index] = update.after(gradient, read, waits_for_norm)
             self._write(index, update, sets=0)
         elif waits:
-            self._late[index] = self._task("").after(gradient, waits_for_norm)
+            self._late[index] = self._task("").after(backward if index in self._staying else gradient, waits_for_norm)
+            self._ahead[index] = first_gradient
         elif not group.resident:
             self._stored[index], self._updated[index] = self._pieces(index, added, (first_gradient, earlier), backward)
         elif earlier is not None:  # what earlier micro-batches left in storage comes up for the update
@@ -256,6 +262,12 @@ class Graph:
         if gradient is None:
             return None
         plan, group = self.plan, self.plan.groups[index]
+        if index in self._staying:
+            if group.resident:
+                return gradient
+            at_step = self._task("").after(gradient, load)
+            self._stored[index], updated = self._pieces(index, 0.0, (self._ahead[index],), at_step)
+            return updated
         brought = plan.gradient if plan.micro_batches == 1 else SUMMED_BYTES
         if group.resident:
             return self._task("up", self._loads, num_bytes=group.parameters * brought).after(gradient)

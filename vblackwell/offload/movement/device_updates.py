@@ -2,7 +2,8 @@
 
 After a group's backward its weights and gradient are on level 0 still: what is loaded is changed in place if nothing
 else holds it. Weights that are not, of an embedding or of an update that is due, whose step has come, are loaded for it
-if they have room: the next forward will use them, and has not to wait until they are stored.
+if they have room: the next forward will use them, and has not to wait until they are stored. A gradient that stayed on
+level 0 until its step, and the states that came up meanwhile, are used as after the backward.
 """
 
 from collections.abc import Iterable
