@@ -182,6 +182,30 @@ def test_a_step_that_is_skipped_leaves_nothing_behind(make_stack: MakeStack):
     assert equal(model, plain)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_batch_that_is_given_up_leaves_no_bytes_on_level0(late: bool, make_stack: MakeStack):
+    """As before it is begun again with fewer sequences in a forward. What a step has made due is still read."""
+    model, plain = enabled(make_stack, 1 << 20, late=late)
+    engine = offload_of(model)
+    given_up = list[bool]()
+
+    def give_up(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if module is model and engine.step_control.num_steps:
+            staying = list(engine.gradients._staying)
+            optimizer.zero_grad()
+            given_up.append(bool(staying) and not engine.gradients._staying)
+            DECODER.loss(model, engine.step_control.num_steps).backward()
+
+    def reads_later(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        staying = list(engine.gradients._staying)
+        optimizer.zero_grad()
+        assert list(engine.gradients._staying) == staying
+
+    train(model, plain, give_up, reads_later)
+    engine.finish()
+    assert equal(model, plain) and given_up == [True] * 4
+
+
 def test_closing_gives_back_what_stayed(make_stack: MakeStack):
     model, stack = build(DECODER), make_stack(1 << 20)
     enable_vgpu_stack_optimization(model, stack, update="device", placement="streamed")

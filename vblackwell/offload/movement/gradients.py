@@ -27,6 +27,7 @@ from vblackwell.offload.movement.state import (
     GradientState,
     InFlightQueue,
     Mover,
+    Phase,
     Shared,
     Task,
     current_stream,
@@ -370,6 +371,8 @@ class GradientCollector(Mover):
         for slot in slots:
             self._state(slot.group).slots.pop(slot, None)
             self._state(slot.group).level0_norms.pop(slot, None)
+            if self._states[slot.group].phase is not Phase.DUE:  # whose update is still to read it
+                self._end_stay(slot.group)
         self._worker.raise_failure()
 
     def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
