@@ -72,6 +72,7 @@ DEVICE u32 multiply_pair(u32 a, u32 b) {
     return low | (high << 16);
 }
 DEVICE float as_float(u32 bits) { float f; memcpy(&f, &bits, 4); return f; }
+DEVICE void prefetch_l2(const void*) {}
 DEVICE u32 as_bits(float f) { u32 b; memcpy(&b, &f, 4); return b; }
 DEVICE float fp16_to_float(u16 h) { _Float16 f; memcpy(&f, &h, 2); return (float)f; }
 DEVICE float bf16_to_float(u16 h) { return as_float((u32)h << 16); }

@@ -70,8 +70,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     if (warp >= 4 * GROUPS * K_GROUPS) {
         give_registers<COPY_REGISTERS>();
         if (tid == CONSUMERS) {
-            wait_for_previous();
             const u8* from = x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES;
+            wait_for_previous();
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, from, count);
         }
 #if SPLITS > 1
@@ -266,43 +266,44 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     }
 }
 
-// x in the form that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row.
+// x in the form that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row. The
+// product waits for all of this: what can be computed before x is there is.
 extern "C" __global__ void __launch_bounds__(SWIZZLE_THREADS, 16)
 swizzle_x(const u16* x, u8* x_swizzled, int M, int K) {
-    const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
+    const u32 windows = (K + 63) / 64, block = blockIdx.y;
     let_next_start();
-    wait_for_previous();
-    // Granule `i` of this thread's two, of columns that `words` says begin at multiples of 4 bytes.
-    auto load = [&](u32* out, int i, bool words) {
-        const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;  // [token][window][granule]
-        const int granule = at & 7, window = (at >> 3) % windows, token = (at >> 3) / windows;
-        const int q = granule ^ (token & 7), m = m0 + token;
+    const u16* row[2];
+    u8* to[2];
+    int column[2];  // the first of the granule's; from K on where there is nothing to read
+    bool writes[2];
 #pragma unroll
-        for (int t = 0; t < 4; t++) {
-            const int k = window * 64 + 16 * t + 4 * (q >> 1) + 2 * (q & 1);
-            const bool inside = token < TOKENS && m < M && k < K;
-            if (words) out[t] = inside ? *(const u32*)(x + (u64)m * K + k) : 0;
-            else out[t] = load_pair(x + (u64)min(m, M - 1) * K, k, K) & (inside ? ~0u : 0);
-        }
-    };
-    auto store = [&](const u32* out, int i) {
-        const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;
-        const int window = (at >> 3) % windows, token = (at >> 3) / windows;
-        if (token >= TOKENS) return;
-        u8* row = x_swizzled + ((u64)blockIdx.y * windows * TOKENS + (u64)window * TOKENS + token) * 128;
-        *(uint4*)(row + (at & 7) * 16) = make_uint4(out[0], out[1], out[2], out[3]);
-    };
+    for (int i = 0; i < 2; i++) {
+        const u32 at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;  // [token][window][granule]
+        const u32 token = (at >> 3) / windows, window = (at >> 3) - token * windows, q = (at & 7) ^ (token & 7);
+        const int m = block * TOKENS + token;
+        writes[i] = token < TOKENS;
+        row[i] = x + (u64)min(m, M - 1) * K;
+        column[i] = m < M ? window * 64 + 4 * (q >> 1) + 2 * (q & 1) : K;
+        to[i] = x_swizzled + ((u64)block * windows * TOKENS + window * TOKENS + token) * 128 + (at & 7) * 16;
+        prefetch_l2(row[i] + min(column[i], K - 1));  // also, the assembler would compute addresses after the wait
+    }
+    wait_for_previous();
     u32 out[2][4];
-    if ((K | (int)((u64)x >> 1)) % 2 == 0) {
-        load(out[0], 0, true);
-        load(out[1], 1, true);
-        store(out[0], 0);
-        store(out[1], 1);
+    if ((K | (int)((u64)x >> 1)) % 2 == 0) {  // columns begin at multiples of 4 bytes
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int k = column[i / 4] + i % 4 * 16;
+            out[i / 4][i % 4] = k < K ? *(const u32*)(row[i / 4] + k) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (writes[i]) *(uint4*)to[i] = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
     } else {  // whose addresses are twice as many
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < 2; i++) {
-            load(out[0], i, false);
-            store(out[0], i);
+#pragma unroll
+            for (int t = 0; t < 4; t++) out[i][t] = load_pair(row[i], column[i] + 16 * t, K);
+            if (writes[i]) *(uint4*)to[i] = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
         }
     }
 }
