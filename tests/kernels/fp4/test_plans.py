@@ -181,9 +181,13 @@ def test_one_block_gets_a_multiprocessor_where_each_can_have_one():
     for m, n, k in ((1, 4096, 4096), (16, 14336, 4096), (32, 4096, 4096)):
         plan = mma_plan.plan_mma(m, n, k, H200) if m <= 16 else wgmma_plan.plan_wgmma(m, n, k, H200)
         needed = plan.shared_bytes(k) if isinstance(plan, mma_plan.MmaPlan) else plan.shared_bytes()
-        asked = mma_plan.launch_bytes(needed, 114, processors=114)
+        h100 = H200._replace(processors=114)
+        asked = mma_plan.launch_bytes(needed, 114, h100)
         assert needed <= asked <= 227 * 1024 < 2 * asked
-        assert mma_plan.launch_bytes(needed, 128, processors=114) == needed
+        assert mma_plan.launch_bytes(needed, 128, h100) == needed
+    # Those of an RTX 5090 begin early, too, and have 100 KB, of which each block takes 1 KB more than it asks for
+    asked = mma_plan.launch_bytes(40 * 1024, 96, Gpu((12, 0), 170, 1.792e6))
+    assert asked <= 99 * 1024 and 2 * (asked + 1024) > 100 * 1024
 
 
 @pytest.mark.parametrize("k_groups", [1, 2, 3, 4])

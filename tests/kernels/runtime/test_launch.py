@@ -144,6 +144,7 @@ def driver(monkeypatch, capturing):
     monkeypatch.setattr(launch, "waiting_driver", lambda: found)
     monkeypatch.setattr(launch, "cached_cubin", lambda files, macros, arch: b"")
     monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(fp4_launch, "gpu_of", lambda device: H200)
     properties = SimpleNamespace(multi_processor_count=132)
     for name, value in {
         "get_device_capability": lambda device: (9, 0),

@@ -88,8 +88,8 @@ def prepare_mma(plan: MmaPlan, given: Given, out_dtype: torch.dtype | None = Non
     numbers = (m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
     if weight_tensors == PARTS:
         numbers = (*numbers, 1, shared_bytes)
-    elif plan.chunk:
-        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
+    else:
+        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), gpu_of(device))
     compiled = kernel(MMA_FILES, "fp4_mma", macros, device)
     operands = range(3 + weight_tensors)
     more = range(len(operands), len(operands) + 2 * norm + 4 * meeting)  # addresses
@@ -143,7 +143,8 @@ def prepare_wgmma(plan: WgmmaPlan, given: Given, out_dtype: torch.dtype | None =
     *rows, n, k = shape
     m, y_shape = math.prod(rows), (*rows, n)
     windows, fp16, out32 = ceil_div(k, 64), dtype == torch.float16, (out_dtype or dtype) == torch.float32
-    parts = launches(plan, m, n, processors(device))
+    gpu = gpu_of(device)
+    parts = launches(plan, m, n, gpu.processors)
     swizzled = {tokens: ceil_div(m, tokens) * windows * tokens * 128 for tokens in {rows.plan.tokens for rows in parts}}
     places = {tokens: place for place, tokens in enumerate(swizzled)}  # of swizzled rows; after them x, the weight, ..
     x_place, end = len(swizzled), len(swizzled) + 3 + weight_tensors  # .. bias and y, then numbers
@@ -155,7 +156,7 @@ def prepare_wgmma(plan: WgmmaPlan, given: Given, out_dtype: torch.dtype | None =
         swizzles.append(Prepared(swizzle, grid, 128, 0, (x_place, place, end, end + 2)))
     for part, first, rows_of_blocks in parts:
         grid = (rows_of_blocks, part.splits, ceil_div(m, part.tokens))
-        shared_bytes = launch_bytes(part.shared_bytes(), math.prod(grid), processors(device))
+        shared_bytes = launch_bytes(part.shared_bytes(), math.prod(grid), gpu)
         product = kernel(WGMMA_FILES, "fp4_wgmma", part.macros(fp16, out32), device)
         parameters = (places[part.tokens], *range(x_place + 1, end + 4), end + len(numbers))
         products.append(Prepared(product, grid, part.threads, shared_bytes, parameters))

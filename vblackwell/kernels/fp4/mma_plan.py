@@ -19,7 +19,6 @@ MMA_FILES = (
     "fp4/norm_rows.cuh", "fp4/fp4_mma.cu",
 )  # fmt: skip
 SHARED_BYTES = 227 * 1024  # of a block on Hopper at most: of 228 KB each block takes 1 KB more than it asks for
-_ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 # (row warps, K warps, splits) of plans with bulk copies, timed fastest where the rule chooses others
 # (benchmarks/results/tune; 2 and 8 rows are interpolated), by capability and multiprocessors, and by (rows rounded up
@@ -46,8 +45,13 @@ class Gpu(NamedTuple):
         return self.capability[0] in (9, 10)
 
     @property
+    def multiprocessor_bytes(self) -> int:
+        """Shared memory of a multiprocessor, of which each block takes 1 KB more than it asks for."""
+        return (228 if self.clusters else 164 if self.capability == (8, 0) else 100) * 1024
+
+    @property
     def copied_bytes_a_us(self) -> float:
-        """What a kernel reaches of it."""
+        """What a kernel reaches of the memory's rate."""
         return 0.86 * self.memory_bytes_a_us
 
 
@@ -62,10 +66,10 @@ def round_up(a: int, unit: int) -> int:
     return ceil_div(a, unit) * unit
 
 
-def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
-    """Shared memory to ask for with clusters: where each of ``blocks`` can have a multiprocessor, so much that no two
-    of the next product, which begin while this one's run, share one and take up to twice as long."""
-    return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
+def launch_bytes(shared_bytes: int, blocks: int, gpu: Gpu) -> int:
+    """Shared memory to ask for: where each of ``blocks`` can have a multiprocessor, so much that no two of the next
+    product, which begin while this one's run, share one and take several times as long."""
+    return max(shared_bytes, gpu.multiprocessor_bytes // 2) if blocks <= gpu.processors else shared_bytes
 
 
 @dataclass(frozen=True)
