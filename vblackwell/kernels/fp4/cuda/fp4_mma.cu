@@ -42,11 +42,6 @@
 // Of a window: codes of the upper 16 rows, of the lower; fine codes of both; scales.
 #define SCALES_AT (PARTS ? 2048 : 1024)
 #define WINDOW_BYTES (SCALES_AT + 128)
-#if PARTS
-typedef u32 WindowIndex;  // whose multiples are in registers to spare
-#else
-typedef u64 WindowIndex;
-#endif
 static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
 static_assert(K_BLOCKS == 1 || (SPLITS == 1 && !BULK && !NORM && !PARTS), "one way to split K, of plain products");
 static_assert(!UNALIGNED || !(BULK || NORM), "rows that begin anywhere come by halves");
@@ -138,12 +133,18 @@ fp4_mma(const u16* x, const u8* codes,
     auto load = [&](u32 slot) {
 #if BULK
         if (next < end) {
-            const WindowIndex at = (u32)next;
+            const u32 at = next;
 #else
         if (todo-- > 0) {
-            const WindowIndex at = (u32)min(next, windows - 1);
+            const u32 at = min(next, windows - 1);
 #endif
-            const u8* from = band_codes + at * 1024;
+#if PARTS
+            const u8 *from = band_codes + at * 1024, *from_scales = band_scales + at * 128;
+#else
+            // From the arguments on, which take no registers: 64 tokens leave few of a thread's 128.
+            const u32 place = band * windows + at;
+            const u8 *from = codes + (u64)(place * 64 + lane) * 16, *from_scales = scales + (u64)(place * 32 + lane) * 4;
+#endif
             copy_async(slot + lane * 16, from, 16);
             copy_async(slot + lane * 16 + 512, from + 512, 16);
 #if PARTS
@@ -151,7 +152,7 @@ fp4_mma(const u16* x, const u8* codes,
             copy_async(slot + lane * 16 + 1024, fine_from, 16);
             copy_async(slot + lane * 16 + 1536, fine_from + 512, 16);
 #endif
-            copy_async_word(slot + SCALES_AT + lane * 4, band_scales + at * 128, 4);
+            copy_async_word(slot + SCALES_AT + lane * 4, from_scales, 4);
             next += K_WARPS;
         }
         copy_commit();

@@ -19,6 +19,20 @@
 DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
     const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
     int m = tid / granules, c = tid % granules;
+#if !UNALIGNED
+    if (step_c == 0) {  // the same columns of other tokens: next to nothing to compute
+        const int k = first + c * 8;
+        u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
+        const u16* from = x + (u64)m * K + min(k, K - 8);
+#pragma unroll 1
+        for (; m < tokens; m += step_m) {
+            copy_async(to, from, k < K ? 16 : 0);
+            from += step_m * K;
+            to += step_m * 64;
+        }
+        return;
+    }
+#endif
     while (m < tokens) {
         const int k = first + c * 8;
         const u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
