@@ -180,19 +180,19 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
-# What plans without clusters and bulk copies are compared by, in cycles of a scheduler: arithmetic but for `_SHARED_K`.
+# What plans without clusters and bulk copies are compared by, in cycles of a scheduler.
 _DECODE, _EIGHT_TOKENS = 130.0, 12.0  # a warp's window: to issue its decode and copies, and its products
-_BLOCK = 2000.0  # for a block to begin and to end, and for each eight tokens to add up
+_LATENCY = 140.0  # of a window, which warps of a scheduler do not hide from each other: they keep step
+_CHUNK = 1500.0  # for a block's warps to meet where the next windows of x are asked for
+_BLOCK = 2000.0  # for a block to begin and to end, and for each eight tokens and K warp to add up
 _EIGHT_SUMS = 250.0
 _CYCLES_A_US = 1500.0
 _L2_BYTES_A_CYCLE = 32.0  # for each multiprocessor
-# Longer by so much for each doubling of the warps that share a block's K: of eight cells timed in green contexts of 48
-# and 112 multiprocessors of an H200 (docs/journal/fp4.md).
-_SHARED_K = 0.5
 _MEET_US = 1.5  # of blocks that split K
 _START_US = 2.5
 _SMALL_WEIGHT = 1 << 20  # elements, of which no warp has more than a few windows
 _SMALL_SHARED_BYTES = 99 * 1024  # of a block where there are no clusters, but on an A100
+_REGISTERS = 65536  # of a multiprocessor
 
 
 def mma_cycles(capability: tuple[int, int]) -> float:
@@ -201,20 +201,27 @@ def mma_cycles(capability: tuple[int, int]) -> float:
 
 
 def _plans_without_clusters(m: int, k: int, one_block: bool) -> Iterator[MmaPlan]:
-    """Blocks of eight warps that fit 99 KB; ``one_block`` must have all of K."""
+    """Blocks of 8 or 16 warps that fit 99 KB, each with the deepest rings that do; ``one_block`` must have all of K."""
     most = min(1 << (m - 1).bit_length(), 64)
     sizes, k_splits = [most, most // 2] if most > 16 else [most], [1] if one_block else range(1, 9)
-    for tokens, row_warps, k_blocks in itertools.product(sizes, (1, 2, 4, 8), k_splits):
-        k_warps, windows = 8 // row_warps, ceil_div(k, 64)
-        while k_warps > max(1, windows // k_blocks):
-            k_warps //= 2
+    windows = ceil_div(k, 64)
+    ways = itertools.product(sizes, (8, 16), (1, 2, 4, 8, 16), k_splits, (32 * 1024, 64 * 1024))
+    for tokens, warps, row_warps, k_blocks, x_bytes in ways:
+        k_warps = warps // row_warps
+        if not 1 <= k_warps <= max(1, windows // k_blocks) or (k_blocks > 1 and windows < 8 * k_blocks):
+            continue
         for prefetch in (4, 2):
-            plan = MmaPlan(tokens, row_warps, k_warps, 1, prefetch, x_bytes=32 * 1024, k_blocks=k_blocks)
-            if plan.shared_bytes(k, norm=one_block) <= _SMALL_SHARED_BYTES and (
-                k_blocks == 1 or windows >= 8 * k_blocks
-            ):
+            plan = MmaPlan(tokens, row_warps, k_warps, 1, prefetch, 16 // warps, x_bytes, k_blocks=k_blocks)
+            if plan.shared_bytes(k, norm=one_block) <= _SMALL_SHARED_BYTES:
                 yield plan
                 break
+
+
+def _resident(plan: MmaPlan, k: int, gpu: Gpu) -> int:
+    """Blocks of ``plan`` that a multiprocessor holds at a time."""
+    registers = 128 if plan.tokens > 16 else 96  # of a thread
+    by_memory = gpu.multiprocessor_bytes // (plan.shared_bytes(k) + 1024)
+    return min(_REGISTERS // (plan.threads * registers), max(1, by_memory))
 
 
 def mma_us(plan: MmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
@@ -223,14 +230,21 @@ def mma_us(plan: MmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
     eights, (chunk, count) = ceil_div(plan.tokens, 8), plan.chunks(k)
     windows = chunk * count  # of a block
     needs = _DECODE + _EIGHT_TOKENS * eights, 8 * eights * mma_cycles(gpu.capability)
-    step = sum(cycles**2.5 for cycles in needs) ** 0.4
-    warps = ceil_div(plan.row_warps * plan.k_warps, 4)  # of a scheduler
-    cycles = ceil_div(blocks, gpu.processors) * (warps * windows // plan.k_warps * step + _BLOCK + _EIGHT_SUMS * eights)
+    window = sum(cycles**2.5 for cycles in needs) ** 0.4
+
+    def block_cycles(at_once: int) -> float:  # of so many that share a multiprocessor
+        warps = ceil_div(plan.row_warps * plan.k_warps * at_once, 4)  # of a scheduler
+        cycles = windows // plan.k_warps * (warps * window + _LATENCY) + (count - 1) * _CHUNK
+        return cycles + _BLOCK + at_once * _EIGHT_SUMS * eights * plan.k_warps
+
+    resident = _resident(plan, k, gpu)
+    rounds, rest = divmod(blocks, gpu.processors * resident)
+    cycles = rounds * block_cycles(resident) + (block_cycles(ceil_div(rest, gpu.processors)) if rest else 0.0)
     x_cycles = blocks * windows * plan.tokens * 128 / (_L2_BYTES_A_CYCLE * gpu.processors)
     sums_cycles = 8 * m * n * (plan.k_blocks - 1) / (_L2_BYTES_A_CYCLE * gpu.processors)
     needs_us = max(cycles, x_cycles) / _CYCLES_A_US, n * k * 0.5625 / gpu.copied_bytes_a_us
     met_us = sums_cycles / _CYCLES_A_US + _MEET_US if plan.k_blocks > 1 else 0.0
-    return sum(us**8 for us in needs_us) ** 0.125 * (1 + _SHARED_K * math.log2(plan.k_warps)) + met_us + _START_US
+    return sum(us**8 for us in needs_us) ** 0.125 + met_us + _START_US
 
 
 @functools.lru_cache(4096)
