@@ -7,7 +7,6 @@ window is 64 columns.
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
