@@ -200,11 +200,12 @@ def mma_cycles(capability: tuple[int, int]) -> float:
 
 
 def _plans_without_clusters(m: int, k: int, one_block: bool) -> Iterator[MmaPlan]:
-    """Blocks of 8 or 16 warps that fit 99 KB, each with the deepest rings that do; ``one_block`` must have all of K."""
+    """Blocks of 8 or 16 warps that fit 99 KB, each with the deepest rings that do; ``one_block`` of 8 must have all
+    of K."""
     most = min(1 << (m - 1).bit_length(), 64)
     sizes, k_splits = [most, most // 2] if most > 16 else [most], [1] if one_block else range(1, 9)
     windows = ceil_div(k, 64)
-    ways = itertools.product(sizes, (8, 16), (1, 2, 4, 8, 16), k_splits, (32 * 1024, 64 * 1024))
+    ways = itertools.product(sizes, (8,) if one_block else (8, 16), (1, 2, 4, 8, 16), k_splits, (32 * 1024, 64 * 1024))
     for tokens, warps, row_warps, k_blocks, x_bytes in ways:
         k_warps = warps // row_warps
         if not 1 <= k_warps <= max(1, windows // k_blocks) or (k_blocks > 1 and windows < 8 * k_blocks):
