@@ -215,8 +215,8 @@ def rows_in_whole_rounds(plan: WgmmaPlan, m: int, n: int, processors: int) -> in
 
 
 def _rows(m: int) -> int:
-    """Rows that ``m`` are planned as, so that a plan, and its kernels, serve others, too."""
-    return round_up(m, 16 if m <= 256 else 64)
+    """Rows that ``m`` are planned as, a sixteenth more at most, so that a plan, and its kernels, serve others, too."""
+    return round_up(m, min(64, max(16, 1 << m.bit_length() - 5)))
 
 
 def plan_wgmma(m: int, n: int, k: int, gpu: Gpu) -> WgmmaPlan:
