@@ -143,7 +143,8 @@ fp4_mma(const u16* x, const u8* codes,
 #else
             // From the arguments on, which take no registers: 64 tokens leave few of a thread's 128.
             const u32 place = band * windows + at;
-            const u8 *from = codes + (u64)(place * 64 + lane) * 16, *from_scales = scales + (u64)(place * 32 + lane) * 4;
+            const u8* from = codes + (u64)(place * 64 + lane) * 16;
+            const u8* from_scales = scales + (u64)(place * 32 + lane) * 4;
 #endif
             copy_async(slot + lane * 16, from, 16);
             copy_async(slot + lane * 16 + 512, from + 512, 16);
