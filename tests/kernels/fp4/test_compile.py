@@ -148,6 +148,15 @@ def test_wgmma(chosen, tmp_path):
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
 
 
+def test_sums_that_leave_an_instruction_no_registers_are_no_plan():
+    """Of 120 a thread when the block starts; what its consumers take later does not count."""
+    plan = wgmma_plan.WgmmaPlan(192, 1, 1, 6, k_groups=3)
+    assert plan.registers >= plan.needed_registers and not plan.fits()
+    with pytest.raises(nvrtc.KernelError, match="Insufficient registers"):
+        nvrtc.compile_cubin(wgmma_plan.WGMMA_FILES, plan.macros(False), "sm_90a")
+    assert wgmma_plan.WgmmaPlan(176, 1, 1, 6, k_groups=3).fits()
+
+
 @one_arch_or_all
 @pytest.mark.parametrize("out", [0, *(pytest.param(out, marks=pytest.mark.slow) for out in (1, 2))])
 def test_dequantize(out, arch, tmp_path):

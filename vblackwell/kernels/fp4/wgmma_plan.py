@@ -20,6 +20,7 @@ WGMMA_FILES = (
     "ptx.cuh", "fp4/decode.cuh", "fp4/wgmma.cuh", "barrier.cuh", "ring.cuh", "fp4/epilogue.cuh", "fp4/fp4_wgmma.cu",
 )  # fmt: skip
 COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
+_INSTRUCTION = 30  # without which, next to its sums, the assembler refuses an instruction
 
 _CYCLES_A_US = 1755.0
 _TENSOR = 2.0  # cycles of products, a token and window of 64 rows: what the tensor cores need at their best
@@ -105,6 +106,11 @@ class WgmmaPlan:
         return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
 
     @property
+    def needed_registers(self) -> int:
+        """Of a consumer thread: sums, fragments, addresses."""
+        return self.tokens // 2 + 16 * self.fragments * self.windows_per_step + 28
+
+    @property
     def launch_registers(self) -> int:
         """Of every thread when a block starts: of 16384, less 1024 for a block of the next product's ``swizzle_x``."""
         return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
@@ -135,8 +141,9 @@ class WgmmaPlan:
 
     def fits(self) -> bool:
         """Whether ``min_blocks`` blocks find their registers and shared memory on a multiprocessor of Hopper."""
-        needed = self.tokens // 2 + 16 * self.fragments * self.windows_per_step + 28  # sums, fragments, addresses
-        return self.registers >= needed and self.shared_bytes() <= SHARED_BYTES // self.min_blocks - 1024
+        if self.registers < self.needed_registers or self.launch_registers < _INSTRUCTION + self.tokens // 2:
+            return False
+        return self.shared_bytes() <= SHARED_BYTES // self.min_blocks - 1024
 
 
 def _tokens(m: int) -> set[int]:
