@@ -190,6 +190,16 @@ def test_one_block_gets_a_multiprocessor_where_each_can_have_one():
     assert asked <= 99 * 1024 and 2 * (asked + 1024) > 100 * 1024
 
 
+def test_registers_that_a_block_does_not_need_are_for_rows_that_are_swizzled_early():
+    """What is left of 65536 next to one block holds blocks of 4096; a second block of the product finds none."""
+    for m, k in ((64, 4096), (401, 1472), (1809, 704), (4096, 4096)):
+        for plan in wgmma_plan.candidates(m, k):
+            taken = plan.launch_registers * plan.threads * plan.min_blocks
+            assert plan.registers >= plan.needed_registers and 65536 - taken >= 4096
+            assert plan.min_blocks > 1 or 2 * taken > 65536
+    assert 65536 - WgmmaPlan(112, 1, 1, 6, k_groups=2).launch_registers * 384 >= 6 * 4096
+
+
 @pytest.mark.parametrize("k_groups", [1, 2, 3, 4])
 def test_a_stage_of_pairs_belongs_to_one_group(k_groups):
     assert wgmma_plan.WgmmaPlan(32, 1, 1, 4 * k_groups, k_groups=k_groups, windows_per_step=2).fragments == 1

@@ -1,10 +1,10 @@
 """Plans of ``fp4_wgmma`` (``cuda/fp4_wgmma.cu``), for tens to thousands of rows; mma_plan.py says what a plan is.
 
 How long a plan takes is arithmetic: rounds of blocks on the multiprocessors there are, and for each window what the
-tensor cores, the schedulers that decode, or one warpgroup's own latencies need. Eight constants are fitted to times of
-40 cells on an H200: what `predicted_us` chooses is on average 4.0 % slower than the fastest plan that was timed, with
-the table 1.2 % (tests/kernels/fp4/test_model.py). Blocks take any multiple of 16 tokens, so that few rows, and rounds,
-are wasted.
+tensor cores, the schedulers that decode, or one warpgroup's own latencies need. Constants are fitted to times of 36
+cells on an H200: what `predicted_us` chooses is on average 3.2 % slower than the fastest plan that was timed, with the
+table 1.1 % (tests/kernels/fp4/test_model.py). Blocks take any multiple of 16 tokens, so that few rows, and rounds, are
+wasted.
 """
 
 import functools
@@ -23,16 +23,20 @@ COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
 _INSTRUCTION = 30  # without which, next to its sums, the assembler refuses an instruction
 
 _CYCLES_A_US = 1755.0
-_TENSOR = 2.0  # cycles of products, a token and window of 64 rows: what the tensor cores need at their best
-_ISSUE = 169.0  # cycles of a scheduler to decode a window of 64 rows
-_LATENCY = 165.0  # cycles of a warpgroup between its products and the next ones
+_TENSOR = 1.8  # cycles of products, a token and window of 64 rows
+_ISSUE = 164.0  # cycles of a scheduler to decode a window of 64 rows
+_LATENCY = 174.0  # cycles of a warpgroup between its products and the next ones
 _STAGE = 107.0  # cycles of a block to bring and to release a stage of x, for each K group
-_OVERLAP = 2.5  # norm in which these four meet: the longest hides the others, not all of them
-_SUM = 5.7  # cycles a token of a block's epilogue, for each K group
-_LATER = 1.21  # that rounds after the first take longer: nothing overlaps their ends, and clocks fall
-_START_US, _CLUSTER_US = 2.6, 1.24  # a launch and what is in front of it; what blocks that split K send each other
+_OVERLAP = 2.46  # norm in which these four meet: the longest hides the others, not all of them
+_SUM, _OUTPUT = 4.0, 2.0  # cycles a token of a block's epilogue, for each K group and for each 64 features
+_LATER = 1.25  # that rounds after the first take longer: nothing overlaps their ends, and clocks fall
+_START_US, _CLUSTER_US = 2.4, 1.2  # a launch and what is in front of it; what blocks that split K send each other
+_SWIZZLED_BYTES_A_US = 3.4e6  # read and written by `swizzle_x`, which the product waits for
+_LATE_US = 0.64  # where some of its blocks begin only as the product ahead ends, and the product's after them
+_SWIZZLE_BYTES, _SWIZZLE_REGISTERS = 4096, 4096  # of a block: what it writes, what it takes of a multiprocessor's 65536
 _L2_BYTES_A_US = 11.7e6
 _CLUSTERED = 10 / 11  # of the multiprocessors, that clusters of four find: 120 of 132
+_WHOLE_START_US = 6.0  # what writing a weight out and cuBLAS, 3.5 to 4.0 by itself, take more than their rates say
 _UNALIGNED = 5.0  # that cuBLAS takes longer at least where rows do not begin at multiples of 16 bytes (5.0 to 7.3)
 # That a plan of a kind which nobody has timed must be faster, one that splits K by more than two much so.
 _UNTIMED, _SPLIT = 1.03, 1.15
@@ -112,8 +116,13 @@ class WgmmaPlan:
 
     @property
     def launch_registers(self) -> int:
-        """Of every thread when a block starts: of 16384, less 1024 for a block of the next product's ``swizzle_x``."""
-        return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
+        """Of every thread when a block starts: of 16384 of a scheduler, less 1024 for a block of the next product's
+        ``swizzle_x``. Where one block is to have a multiprocessor, what it needs, and so much that no second one
+        begins: all others are for blocks of ``swizzle_x`` that begin early."""
+        most = min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
+        needed = (self.needed_registers + 16) * self.consumers + COPY_REGISTERS
+        wanted = max(ceil_div(needed, self.consumers + 1), _INSTRUCTION + self.tokens // 2, 32768 // self.threads + 1)
+        return most if self.min_blocks > 1 else min(most, round_up(wanted, 8))
 
     @property
     def registers(self) -> int:
@@ -178,13 +187,23 @@ def _block_cycles(plan: WgmmaPlan, windows: int, at_once: int) -> float:
     alone = (max(tensor, _ISSUE) if plan.fragments == 2 else tensor + _ISSUE) + _LATENCY / plan.windows_per_step
     needs = warpgroups * tensor, warpgroups * _ISSUE, alone, plan.k_groups * at_once * _STAGE
     step = sum(cycles**_OVERLAP for cycles in needs) ** (1 / _OVERLAP)
-    return step * ceil_div(windows, plan.k_groups) + at_once * plan.tokens * _SUM * plan.k_groups
+    sums = plan.tokens * (_SUM * plan.k_groups + _OUTPUT * plan.groups)
+    return step * ceil_div(windows, plan.k_groups) + at_once * sums
+
+
+def _swizzle_us(plan: WgmmaPlan, m: int, k: int, blocks: int, gpu: Gpu) -> float:
+    """Microseconds of ``swizzle_x`` before ``blocks`` of ``plan``, next to those of the product ahead."""
+    rate = _SWIZZLED_BYTES_A_US * gpu.processors / H200.processors
+    resident = min(plan.min_blocks, ceil_div(blocks, gpu.processors))
+    early = (65536 - plan.launch_registers * plan.threads * resident) // _SWIZZLE_REGISTERS * gpu.processors
+    late = round_up(m, plan.tokens) * round_up(k, 64) * 2 > early * _SWIZZLE_BYTES
+    return 4 * m * k / rate + (_LATE_US if late else 0.0)
 
 
 def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
     """Predicted microseconds of a product by ``plan`` on ``gpu``, as of `launches`."""
     parts = launches(plan, m, n, gpu.processors)
-    rounds_cycles, x_us = list[float](), 0.0
+    rounds_cycles, x_us, swizzle_us = list[float](), 0.0, 0.0
     for part, _, rows in parts:
         windows = ceil_div(ceil_div(k, 64), part.splits)
         blocks = rows * part.splits * ceil_div(m, part.tokens)
@@ -192,11 +211,12 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
         rounds, rest = divmod(blocks, processors * part.min_blocks)
         rounds_cycles += [_block_cycles(part, windows, part.min_blocks)] * rounds
         rounds_cycles += [_block_cycles(part, windows, ceil_div(rest, processors))] if rest else []
+        swizzle_us = max(swizzle_us, _swizzle_us(part, m, k, blocks, gpu))
         x_us += blocks * windows * part.tokens * 128 / (_L2_BYTES_A_US * gpu.processors / H200.processors)
     cycles = rounds_cycles[0] + _LATER * sum(rounds_cycles[1:])
     needs = cycles / _CYCLES_A_US, x_us, n * k * 0.5625 / gpu.copied_bytes_a_us
     sums_us = _CLUSTER_US * math.log2(max(part.splits for part, _, _ in parts))
-    return sum(us**8 for us in needs) ** 0.125 + _START_US * len(parts) + sums_us
+    return sum(us**8 for us in needs) ** 0.125 + _START_US * len(parts) + sums_us + swizzle_us
 
 
 def _cost(plan: WgmmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
@@ -222,7 +242,7 @@ def rows_in_whole_rounds(plan: WgmmaPlan, m: int, n: int, processors: int) -> in
 
 
 def _rows(m: int) -> int:
-    """Rows that ``m`` are planned as, a sixteenth more at most, so that a plan, and its kernels, serve others, too."""
+    """Rows that ``m`` are planned as, up to 15 or a sixteenth more, so that a plan, and its kernels, serve others."""
     return round_up(m, min(64, max(16, 1 << m.bit_length() - 5)))
 
 
@@ -272,5 +292,5 @@ def wgmma_beats_dequantize(m: int, n: int, k: int, gpu: Gpu) -> bool:
 def _beats_dequantize(m: int, n: int, k: int, gpu: Gpu) -> bool:
     flops_a_us = 790e6 * gpu.processors / H200.processors / (_UNALIGNED if n % 8 or k % 8 else 1.0)
     # cuBLAS, the weight written out, two launches
-    whole_us = 2 * m * n * k / flops_a_us + n * k * 2.5625 / (0.9 * gpu.copied_bytes_a_us) + 5.0
+    whole_us = 2 * m * n * k / flops_a_us + n * k * 2.5625 / (0.9 * gpu.copied_bytes_a_us) + _WHOLE_START_US
     return predicted_us(plan_wgmma(m, n, k, gpu), m, n, k, gpu) < whole_us
