@@ -181,8 +181,10 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
 
 # What plans without clusters and bulk copies are compared by, in cycles of a scheduler.
 _DECODE, _EIGHT_TOKENS = 130.0, 12.0  # a warp's window: to issue its decode and copies, and its products
-_LATENCY = 140.0  # of a window, which warps of a scheduler do not hide from each other: they keep step
-_CHUNK = 1500.0  # for a block's warps to meet where the next windows of x are asked for
+# What warps of a scheduler, which keep step, do not hide from each other: of a window, also for each eight tokens, and
+# for a block's warps to meet where the next windows of x are asked for. With two warps a scheduler (green contexts of
+# 112 multiprocessors of an H200, docs/journal/fp4.md) windows of 16, 32 and 64 tokens took 750, 920 and 1520 cycles.
+_LATENCY, _EIGHT_LATENCY, _CHUNK = 100.0, 15.0, 600.0
 _BLOCK = 2000.0  # for a block to begin and to end, and for each eight tokens and K warp to add up
 _EIGHT_SUMS = 250.0
 _CYCLES_A_US = 1500.0
@@ -230,11 +232,11 @@ def mma_us(plan: MmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
     eights, (chunk, count) = ceil_div(plan.tokens, 8), plan.chunks(k)
     windows = chunk * count  # of a block
     needs = _DECODE + _EIGHT_TOKENS * eights, 8 * eights * mma_cycles(gpu.capability)
-    window = sum(cycles**2.5 for cycles in needs) ** 0.4
+    window, latency = sum(cycles**2.5 for cycles in needs) ** 0.4, _LATENCY + _EIGHT_LATENCY * eights
 
     def block_cycles(at_once: int) -> float:  # of so many that share a multiprocessor
         warps = ceil_div(plan.row_warps * plan.k_warps * at_once, 4)  # of a scheduler
-        cycles = windows // plan.k_warps * (warps * window + _LATENCY) + (count - 1) * _CHUNK
+        cycles = windows // plan.k_warps * (warps * window + latency) + (count - 1) * _CHUNK
         return cycles + _BLOCK + at_once * _EIGHT_SUMS * eights * plan.k_warps
 
     resident = _resident(plan, k, gpu)

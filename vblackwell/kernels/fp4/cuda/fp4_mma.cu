@@ -423,10 +423,21 @@ fp4_mma(const u16* x, const u8* codes,
     if (tid == 0) *arrived = add_acquire_release(counters + tile, 1);
     __syncthreads();
     if (*arrived < K_BLOCKS - 1) return;
-    for (int e = tid; e < tokens * (ROWS / 4); e += THREADS) {
-        float4 sum = left_sums[e];
-        for (int b = 1; b < K_BLOCKS; b++) add4(sum, left_sums[b * groups + e]);
-        finish(e, sum);
+    constexpr int AT_ONCE = 4;  // outputs of a thread whose sums are on their way at the same time
+    const int outputs = tokens * (ROWS / 4);
+    for (int first_e = tid; first_e < outputs; first_e += AT_ONCE * THREADS) {
+        float4 sums[AT_ONCE];
+#pragma unroll
+        for (int b = 0; b < K_BLOCKS; b++)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const float4 part = left_sums[b * groups + min(first_e + i * THREADS, outputs - 1)];
+                if (b == 0) sums[i] = part;
+                else add4(sums[i], part);
+            }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (first_e + i * THREADS < outputs) finish(first_e + i * THREADS, sums[i]);
     }
 #endif
 }
