@@ -243,7 +243,7 @@ def rows_in_whole_rounds(plan: WgmmaPlan, m: int, n: int, processors: int) -> in
 
 def _rows(m: int) -> int:
     """Rows that ``m`` are planned as, up to 15 or a sixteenth more, so that a plan, and its kernels, serve others."""
-    return round_up(m, min(64, max(16, 1 << m.bit_length() - 5)))
+    return round_up(m, 1 << min(max(m.bit_length(), 9), 11) - 5)
 
 
 def plan_wgmma(m: int, n: int, k: int, gpu: Gpu) -> WgmmaPlan:
