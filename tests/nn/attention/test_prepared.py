@@ -6,19 +6,23 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad as fwAD
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.op import bounds
 from vblackwell.kernels.attention.reference import visible_ST
-from vblackwell.kernels.runtime import tuning
+from vblackwell.kernels.runtime import registry, tuning
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention import operators
@@ -41,9 +45,9 @@ TORCHS = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    dispatcher._prepared.clear()
+    dispatcher._forget()
     yield
-    dispatcher._prepared.clear()
+    dispatcher._forget()
 
 
 @pytest.fixture
@@ -80,8 +84,9 @@ def masks(queries, keys, device="cpu"):
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_bounds_become_what_efficient_reads(keys, options, bottom_right):
     left, right = bounds(options.get("causal", False), options.get("window"))
-    got = operators._bounds_bias(torch.empty(1, 1, 9, 4), keys, left, right, keys - 9 if bottom_right else 0)
-    seen = visible_ST(9, keys, left, right, bottom_right, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    got = operators._bounds_bias(9, keys, left, right, keys - 9 if bottom_right else 0, torch.float32, cpu)
+    seen = visible_ST(9, keys, left, right, bottom_right, cpu)
     assert seen is not None and torch.equal(got, torch.zeros(9, keys).masked_fill(~seen, -torch.inf))
     assert got.stride(0) % 16 == 0
 
@@ -121,6 +126,10 @@ def test_masks_on_the_cpu_give_the_bits_of_pytorchs_way():
         assert name == "flash" and torch.equal(got, wanted)
 
 
+def bias_of(mask, q, keys, multiple):
+    return operators._bias_of(mask, q.dtype, keys, multiple)(mask, q)
+
+
 @pytest.mark.parametrize(
     "shape", [(7, 16), (7, 21), (2, 1, 7, 21), (2, 4, 1, 21), (2, 1, 7, 1), (21,), (7, 1)], ids=str
 )
@@ -134,7 +143,7 @@ def test_a_mask_becomes_what_efficient_and_cudnn_read(shape, dtype, multiple):
     whole = mask.expand(2, 4, queries, keys)
     wanted = torch.zeros_like(whole, dtype=q.dtype).masked_fill(~whole, -torch.inf) if dtype == torch.bool else whole
     with poisoned():
-        bias = operators._bias(mask, q, keys, multiple)
+        bias = bias_of(mask, q, keys, multiple)
     assert torch.equal(bias.expand(whole.shape), wanted.to(q.dtype)) and bias.dtype == q.dtype
     assert bias.stride(3) == 1 and not any(step % multiple for step in bias.stride()[:3])
     assert not torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).isnan().any()  # what pads a row is read
@@ -142,78 +151,165 @@ def test_a_mask_becomes_what_efficient_and_cudnn_read(shape, dtype, multiple):
 
 def test_a_mask_that_is_as_it_should_be_is_read_as_it_is():
     q, mask = torch.empty(2, 4, 7, 8), torch.randn(7, 32)
-    assert operators._bias(mask, q, 32, 16).data_ptr() == mask.data_ptr()
+    assert bias_of(mask, q, 32, 16).data_ptr() == mask.data_ptr()
     flat = torch.randn(7 * 32 + 1)
-    assert operators._bias(flat[1:].view(7, 32), q, 32, 1).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
+    assert bias_of(flat[1:].view(7, 32), q, 32, 1).data_ptr() != flat[1:].data_ptr()  # not at 32 bytes
     odd = torch.randn(7, 33)
-    assert operators._bias(odd, q, 33, 1).data_ptr() == odd.data_ptr() != operators._bias(odd, q, 33, 16).data_ptr()
+    assert bias_of(odd, q, 33, 1).data_ptr() == odd.data_ptr() != bias_of(odd, q, 33, 16).data_ptr()
+
+
+def different_calls() -> list[dict]:
+    """What calls are given that differ from those before in one thing that matters."""
+    q, k, v = qkv()
+    mask, slopes = torch.ones(9, 9, dtype=torch.bool), torch.ones(4)
+    base = {"q": q, "k": k, "v": v}
+    changes = [
+        {},
+        {"q": q[:, :, :8]},
+        {"q": q[:1], "k": k[:1], "v": v[:1]},
+        {"k": k[:, :2], "v": v[:, :2]},
+        {"k": k[:, :, :8], "v": v[:, :, :8]},
+        {"v": v[:, :, :8]},
+        {"backend": "flash"},
+        {"causal": True},
+        {"bottom_right": True},
+        {"window": 5},
+        {"scale": 0.5},
+        {"softcap": 2.0},
+        {"dropout": 0.1},
+        {"alibi_slopes_N": slopes},
+        {"alibi_slopes_N": slopes[:3]},
+        {"mask": mask},
+        {"mask": mask, "causal": True},
+        {"mask": mask, "alibi_slopes_N": slopes},
+        {"mask": mask[:1]},
+        {"mask": mask.float()},
+        {"mask": mask.float().requires_grad_()},
+        {"mask": mask.to("meta")},
+        {"mask": torch.ones(9, 12, dtype=torch.bool)[:, :9]},
+    ]
+    for name, x in base.items():
+        changes += [{name: other} for other in (x.contiguous(), x.double(), x.to("meta"), x.clone().requires_grad_())]
+    return [{**base, **change} for change in changes]
+
+
+def surroundings(monkeypatch) -> list:
+    """Contexts that calls depend on; each may be entered once."""
+
+    @contextmanager
+    def captured():
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatcher, "is_captured", lambda q: True)
+            yield
+
+    @contextmanager
+    def deterministic():
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    kernels = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    return [
+        *(captured(), deterministic(), torch.no_grad(), use_backend("attention", "math")),
+        *map(sdpa_kernel, kernels),
+    ]
 
 
 def test_every_field_that_matters_makes_another_key(monkeypatch):
-    q, k, v = qkv()
-    mask, slopes = torch.ones(9, 9, dtype=torch.bool), torch.ones(4)
+    calls = different_calls()
 
-    def key(q=q, k=k, v=v, backend="auto", **how):
-        return dispatcher._key(q, k, v, Variant(**how), backend)
+    def key(q, k, v, backend="auto", **how):
+        return dispatcher._key(q, k, v, Variant(**how), backend, dispatcher._surroundings(q))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatcher, "is_captured", lambda q: True)
-        captured = key()
-    keys = [
-        key(),
-        captured,
-        key(q=q[:, :, :8]),
-        key(q=q[:1], k=k[:1], v=v[:1]),
-        key(k=k[:, :2], v=v[:, :2]),
-        key(k=k[:, :, :8], v=v[:, :, :8]),
-        key(v=v[:, :, :8]),
-        key(q=q.contiguous()),
-        key(k=k.contiguous()),
-        key(v=v.contiguous()),
-        key(q=q.double()),
-        key(k=k.double()),
-        key(v=v.double()),
-        key(q=q.to("meta")),
-        key(k=k.to("meta")),
-        key(v=v.to("meta")),
-        key(q=q.clone().requires_grad_()),
-        key(k=k.clone().requires_grad_()),
-        key(v=v.clone().requires_grad_()),
-        key(backend="flash"),
-        key(causal=True),
-        key(bottom_right=True),
-        key(window=5),
-        key(scale=0.5),
-        key(softcap=2.0),
-        key(dropout=0.1),
-        key(alibi_slopes_N=slopes),
-        key(alibi_slopes_N=slopes[:3]),
-        key(mask=mask),
-        key(mask=mask, causal=True),
-        key(mask=mask, alibi_slopes_N=slopes),
-        key(mask=mask[:1]),
-        key(mask=mask.float()),
-        key(mask=mask.float().requires_grad_()),
-        key(mask=mask.to("meta")),
-        key(mask=torch.ones(9, 12, dtype=torch.bool)[:, :9]),
-    ]
-    with use_backend("attention", "math"):
-        keys.append(key())
-    for switch in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-        with sdpa_kernel(switch):
-            keys.append(key())
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        keys.append(key())
-    torch.use_deterministic_algorithms(True)
-    try:
-        keys.append(key())
-    finally:
-        torch.use_deterministic_algorithms(False)
+    keys = [key(**call) for call in calls]
+    for context in surroundings(monkeypatch):
+        with context:
+            keys.append(key(**calls[0]))
     assert len({*keys}) == len(keys)
-    learning = q.clone().requires_grad_()
-    with torch.no_grad():
-        assert key(q=learning) == key()
-    assert key(mask=mask) == key(mask=~mask)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    assert key(**calls[0], mask=mask) == key(**calls[0], mask=~mask)
+
+
+class AnotherFunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class AnotherDispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_call_runs_as_the_last_one_that_differs_in_anything(monkeypatch):
+    """Where it does not run as the last one, `computes_at_once` is asked first."""
+    asked = []
+    at_once = dispatcher.computes_at_once
+    monkeypatch.setattr(dispatcher, "computes_at_once", lambda *given: asked.append(given) or at_once(*given))
+    monkeypatch.setattr(dispatcher, "_checked", lambda q, k, v, variant, backend: (variant, None, "none"))
+    monkeypatch.setattr(dispatcher, "operator", lambda *given: lambda q, k, v, now: q)
+    none = registry.Backend("none", registry.accept, lambda q, k, v, how: q)
+    monkeypatch.setitem(dispatcher.BACKENDS, "none", none)
+
+    def runs_as_the_last(q, k, v, backend="auto", **how):
+        before = len(asked)
+        assert attention(q, k, v, Variant(**how), backend)[0] is q
+        return len(asked) == before
+
+    calls = different_calls()
+    first, others = calls[0], calls[1:]
+    for other in others:
+        assert not runs_as_the_last(**other)
+        assert runs_as_the_last(**other)
+        runs_as_the_last(**first)
+        assert runs_as_the_last(**first)
+        if {*other} == {*first}:  # of the same options
+            assert not runs_as_the_last(**other)
+            runs_as_the_last(**first)
+    for context in surroundings(monkeypatch):
+        with context:
+            assert not runs_as_the_last(**first)
+            assert runs_as_the_last(**first)
+        runs_as_the_last(**first)
+    half = {name: x.bfloat16() for name, x in first.items()}
+    runs_as_the_last(**half)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not runs_as_the_last(**half)
+        assert runs_as_the_last(**half)
+        with torch.autocast("cpu", torch.float16):
+            assert not runs_as_the_last(**half) and not runs_as_the_last(**half)
+    runs_as_the_last(**first)
+    with torch.device("cpu"):  # a function mode that changes nothing here
+        assert runs_as_the_last(**first)
+    with fwAD.dual_level():
+        assert not runs_as_the_last(**first) and not runs_as_the_last(**first)
+    with AnotherFunctionMode():
+        assert not runs_as_the_last(**first) and not runs_as_the_last(**first)
+    with AnotherDispatchMode():
+        assert not runs_as_the_last(**first) and not runs_as_the_last(**first)
+    with torch.inference_mode():
+        assert not runs_as_the_last(**first)
+    runs_as_the_last(**first)
+    negative = torch._neg_view(first["v"])
+    assert negative.is_neg() and not runs_as_the_last(first["q"], first["k"], negative)
+
+    def transformed(x):
+        assert not runs_as_the_last(first["q"], first["k"], x)
+        return x.sum()
+
+    torch.func.grad(transformed)(first["v"])
+    wrapped = torch.nn.Parameter(first["v"], requires_grad=False)
+    assert not runs_as_the_last(first["q"], first["k"], wrapped)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_not_compared():
+    """PyTorch's comparison would end the process."""
+    q, k, v = qkv()
+    attention(q, k, v)
+    with pytest.raises(RuntimeError, match="NestedTensorImpl"):
+        attention(torch.nested.nested_tensor([q[0], q[1, :, :5]]), k, v)
 
 
 def test_calls_alike_are_checked_once_and_others_each(checks):
@@ -350,7 +446,7 @@ def test_threads_get_their_own_answers():
         assert set(pool.map(work, range(200))) == {"flash"}
 
 
-def written_out(q, k, v, bias, learns, dropout, causal, *, scale):
+def written_out(q, k, v, bias, learns, dropout, causal, *, scale=None):
     """What PyTorch's 'efficient' computes, and what it asks of a bias."""
     assert k.shape == (*q.shape[:2], *k.shape[2:]) and not causal or bias is None
     if bias is not None:
@@ -361,15 +457,32 @@ def written_out(q, k, v, bias, learns, dropout, causal, *, scale):
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "padding", "added", "transposed"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 3}, BOTTOM_RIGHT], ids=str)
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_dot_product_efficient_attention", written_out)
     tensors = qkv(4, kv_heads, 9, 12)
     how = Variant(masks(9, 12).get(kind), **options, scale=0.3)
     request = dispatcher.request_of(*tensors, how)
-    run = operators.operator("efficient", request, how._replace(mask=None))
+    run = operators.operator("efficient", request, how, tensors[0].device)
     assert run is not None
     torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))
+    torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))  # what is kept is not written
+
+
+def test_kept_bounds_may_be_saved_for_a_backward(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_dot_product_efficient_attention", written_out)
+    tensors, how = qkv(keys=12), Variant(window=3)
+    run = operators.operator("efficient", dispatcher.request_of(*tensors, how), how, tensors[0].device)
+    assert run is not None
+    operators._kept_bounds_bias.cache_clear()
+    with torch.inference_mode():
+        run(*tensors, how)
+    kept = operators._bounds_of(dispatcher.request_of(*tensors, how), how, tensors[0].device)()
+    assert operators._kept_bounds_bias.cache_info().hits == 1 and not kept.is_inference()
+    exact = with_gradients(lambda q, k, v: BACKENDS["math"].run(q, k, v, how), tensors)
+    got = with_gradients(lambda q, k, v: run(q, k, v, how), tensors)
+    for one, other in zip(got, exact, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # On a GPU: every operator of PyTorch against sdpa_kernel.
@@ -393,7 +506,7 @@ def pytorchs_way(name, variant):
 
 @ON_GPU
 @pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "padding", "added", "transposed"])
 def test_operators_give_the_bits_of_pytorchs_way(name, kv_heads, kind):
     if name != "efficient" and kind not in ("none", "causal"):

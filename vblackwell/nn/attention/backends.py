@@ -4,7 +4,8 @@
 Of those that accept a request the one runs that takes the least time of what ``benchmarks/bench_attention.py --tune``
 has measured on this machine; where nothing was measured, and under ``torch.compile``, which cannot read the tables, the
 order is that of ``preference``. A call is checked, and its backend chosen, once for all calls alike: `_key` is what
-they have in common, and what is kept for it runs the backend's operator itself.
+they have in common, and what is kept for it runs the backend's operator itself. Since a key takes longer to make and
+find than all else here, a call is compared first with the last one of its options (`_Last`).
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -12,10 +13,12 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend
 
 from vblackwell.errors import Unsupported, check_known
@@ -39,6 +42,12 @@ MAX_BOUNDED_SCORES = 1 << 22  # of bounds that become a mask: 8 MB
 # By name here, because every call asks them, and each attribute on the way costs.
 _deterministic, _flash_enabled = torch._C._get_deterministic_algorithms, torch._C._get_flash_sdp_enabled
 _efficient_enabled, _cudnn_enabled = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_cudnn_sdp_enabled
+_grad_enabled, _any_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_function_modes = torch._C._len_torch_function_stack
+# What torch.compile compares tensors by, in one call: classes, dispatch keys (with those that modes and transforms
+# set), types, devices, shapes, strides, and whether they want gradients. It is private: without it `_key` is asked.
+_guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 # Generators: whether one refuses is asked at every call, and only what is read is written out.
@@ -201,19 +210,42 @@ def attention(
     Raises ConfigurationError as ``flash_attention`` does, or for an unknown backend; Unsupported, with every backend's
     reasons, where the backend asked for refuses.
     """
+    mask, causal, bottom_right, window, scale, softcap, slopes_N, dropout = variant
+    options = (causal, bottom_right, window, scale, softcap, dropout, mask is None, slopes_N is None, backend)
+    surroundings: tuple[Any, ...] = ()
+    if not (is_compiling() or (_function_modes() and registry.functions_are_seen())):
+        surroundings = _surroundings(q_BNSH)
+        last = _last.get(options)
+        if last is not None and last.surroundings == surroundings:
+            alike = not (q_BNSH.is_nested or k_BKTH.is_nested or v_BKTH.is_nested)
+            if slopes_N is not None:
+                given = _given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N)
+                alike = alike and not any(x.is_nested for x in given) and last.alike(*given)
+            elif mask is not None:
+                alike = alike and not mask.is_nested and last.alike(q_BNSH, k_BKTH, v_BKTH, mask)
+            else:
+                alike = alike and last.alike(q_BNSH, k_BKTH, v_BKTH)
+            if alike:
+                return last.run(q_BNSH, k_BKTH, v_BKTH, variant), last.name
     if not computes_at_once(q_BNSH, k_BKTH, v_BKTH):
         variant, _, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
         return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
-    key = _key(q_BNSH, k_BKTH, v_BKTH, variant, backend)
+    key = _key(q_BNSH, k_BKTH, v_BKTH, variant, backend, surroundings)
     if (prepared := _prepared.get(key)) is None:
         how, request, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
-        run = operator(name, request, how._replace(mask=None, alibi_slopes_N=None))
+        run = operator(name, request, how, q_BNSH.device)
         if run is None:
             seen, runs = {"causal": how.causal, "window": how.window}, BACKENDS[name].run
             run = lambda q, k, v, now: runs(q, k, v, now._replace(**seen))  # noqa: E731
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
         prepared = _prepared[key] = run, name
+    if _TensorGuards is not None:
+        given = _given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N)
+        guards = _TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if len(_last) >= MAX_PREPARED:
+            _last.clear()
+        _last[options] = _Last(surroundings, guards.check, *prepared)
     run, name = prepared
     return run(q_BNSH, k_BKTH, v_BKTH, variant), name
 
@@ -230,24 +262,64 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) ->
     return variant, request, choose_attention(request, backend)
 
 
+class _Last(NamedTuple):
+    """The last call of some options: what else it depended on, and what ran it."""
+
+    surroundings: tuple[Any, ...]
+    alike: Callable[
+        ..., bool
+    ]  # asked of tensors; it ends the process at nested ones, and two that are one are not alike
+    run: Run
+    name: str
+
+
 # What runs calls of a `_key`, and on which backend. Reading and writing one is a step for every other thread.
 _prepared: dict[tuple[Any, ...], tuple[Run, str]] = {}
+_last: dict[tuple[Any, ...], _Last] = {}
 MAX_PREPARED = 4096  # keys; lengths that grow by one with every token would fill the memory in the end
-tuning.clear_with_entries(_prepared.clear)
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tuple[Any, ...]:
+def _forget() -> None:
+    _prepared.clear()
+    _last.clear()
+
+
+tuning.clear_with_entries(_forget)
+
+
+def _surroundings(q: Tensor) -> tuple[Any, ...]:
+    """What calls depend on that is no argument: switches of the process and of the thread."""
+    # One tuple: to make and unpack parts of it costs.
+    return (
+        _deterministic(),
+        _flash_enabled(),
+        _efficient_enabled(),
+        _cudnn_enabled(),
+        _grad_enabled(),
+        forward_ad._current_level,  # noqa: SLF001
+        _any_autocast() and torch.get_autocast_dtype("cuda" if q.is_cuda else "cpu"),
+        registry.asked_for(KIND),
+        is_captured(q),
+    )
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str, surroundings: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """All that checks, the choice and `operator` look at."""
     mask, slopes = variant.mask, variant.alibi_slopes_N
     how: tuple[Any, ...] = variant
     if mask is not None or slopes is not None:  # shapes in place of tensors, which a key must not keep alive
         how = (*_place(mask), *variant[1:6], *_place(slopes), variant.dropout)
-    learns = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device, learns, backend)
-    switches = (_deterministic(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled())
+    types = (q.dtype, q.device, k.dtype, k.device, v.dtype, v.device, backend)
+    wanted = (q.requires_grad, k.requires_grad, v.requires_grad)
     # Flat, because to hash tuples in tuples costs.
     sizes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-    return *sizes, *types, *switches, registry.asked_for(KIND), is_captured(q), *how
+    return *sizes, *types, *wanted, *surroundings, *how
 
 
 def _place(x: Tensor | None) -> tuple[Any, ...]:

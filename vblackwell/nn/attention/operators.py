@@ -3,6 +3,7 @@
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 # PyTorch's operators by themselves, which are private; a release that has other ones runs them through `run_sdpa`.
 _TORCH: Any = torch
 _OPERATORS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+MAX_KEPT_SCORES = 1 << 18  # of bounds that became numbers: 512 KB
 ROW = 16  # elements: 'efficient' reads a bias whose rows are at multiples of 32 bytes
 HAS_OPERATORS = all(hasattr(torch, f"_scaled_dot_product_{name}") for name in _OPERATORS)
 
@@ -52,6 +54,8 @@ def run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Vari
 
 def _repeated(x_BKTH: Tensor, heads: int) -> Tensor:
     """Every key head once for each of its query heads, for 'efficient', which cannot share them."""
+    if x_BKTH.shape[1] == 1:
+        return x_BKTH.expand(-1, heads, -1, -1)  # it reads heads by their stride
     return x_BKTH.repeat_interleave(heads // x_BKTH.shape[1], dim=1)
 
 
@@ -63,71 +67,103 @@ def _rows(q: Tensor, keys: int, multiple: int, *lead: int) -> Tensor:
     return q.new_zeros((*lead, padded))[..., :keys]  # what pads a row is read, multiplied by zero: it must be finite
 
 
-def _bias(mask: Tensor, q: Tensor, keys: int, multiple: int) -> Tensor:
-    """``mask`` as numbers to add, (1 or B, 1 or N, 1 or S, T), rows at multiples of ``multiple`` elements."""
-    mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
-    for dim in range(3):
-        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
-            mask = mask.narrow(dim, 0, 1)  # of an expanded mask what is there
-    if mask.dtype == q.dtype and mask.shape[3] == keys:
-        *steps, last = mask.stride()
-        if last == 1 and not mask.data_ptr() % 32 and not any(step % multiple for step in steps):
+def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """What makes numbers to add, (1 or B, 1 or N, 1 or S, T) in ``dtype``, rows at multiples of ``multiple`` elements,
+    of a mask that is laid out as ``mask``, given it and the queries."""
+    lead = (None,) * (4 - mask.dim())
+    like = mask[lead]
+    once = [dim for dim in range(3) if like.stride(dim) == 0 and like.shape[dim] > 1]
+    for dim in once:
+        like = like.narrow(dim, 0, 1)  # of an expanded mask what is there
+    *steps, last = like.stride()
+    sizes, boolean, along = like.shape[:3], like.dtype == torch.bool, like.shape[3] == keys
+    fits = along and like.dtype == dtype and last == 1 and not any(step % multiple for step in steps)
+
+    def bias(mask: Tensor, q: Tensor) -> Tensor:
+        if lead:
+            mask = mask[lead]
+        for dim in once:
+            mask = mask.narrow(dim, 0, 1)
+        if fits and not mask.data_ptr() % 32:
             return mask
-    bias = _rows(q, keys, multiple, *mask.shape[:3])
-    if mask.dtype == torch.bool:
-        return torch.log(mask.expand(bias.shape), out=bias)  # of 1 it is 0, of 0 -inf: in one launch
-    return bias.copy_(mask)
+        made = _rows(q, keys, multiple, *sizes)
+        if boolean:  # of 1 the logarithm is 0, of 0 -inf: in one launch
+            return torch.log(mask if along else mask.expand(made.shape), out=made)
+        return made.copy_(mask)
+
+    return bias
 
 
-def _bounds_bias(q: Tensor, keys: int, left: int | None, right: int | None, offset: int) -> Tensor:
-    """Bounds, as device.py has them, as numbers to add, (S, T)."""
-    hidden = q.new_full((q.shape[2], -(-keys // ROW) * ROW), -torch.inf)
+def _bounds_bias(
+    queries: int, keys: int, left: int | None, right: int | None, offset: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Bounds, as device.py has them, as numbers to add, (S, T), rows at multiples of `ROW`."""
+    hidden = torch.full((queries, -(-keys // ROW) * ROW), -torch.inf, dtype=dtype, device=device)
     parts = [] if right is None else [hidden.triu(offset + right + 1)]
     parts += [] if left is None else [hidden.tril(offset - left - 1)]
     return (parts[0] if len(parts) == 1 else parts[0].add_(parts[1]))[:, :keys]
 
 
-def operator(name: str, r: AttentionRequest, how: Variant) -> Run | None:
-    """What backend ``name`` runs for such requests where nothing is traced, of ``how`` without its tensors; None: what
-    it runs anywhere.
+@functools.lru_cache(maxsize=8)
+def _kept_bounds_bias(stream: int, sizes: tuple[int, ...], *what: Any) -> Tensor:
+    """`_bounds_bias`, made once on a ``stream``: another one would have to wait for it."""
+    with torch.inference_mode(False):  # what is made in that mode could not be saved for a backward
+        return _bounds_bias(*what).expand(sizes)
+
+
+def _bounds_of(r: AttentionRequest, how: Variant, device: torch.device) -> Callable[[], Tensor]:
+    """What gives the bounds of calls as ``r`` as numbers to add, (S, T), or (B, N, S, T) where they have no mask: kept
+    where they are small, 4 MB in all, but not in a graph, which would need them for as long as it may be replayed."""
+    sizes = (r.batch, r.heads, r.queries, r.keys) if r.mask == "none" else (r.queries, r.keys)
+    seen = (*op.bounds(how.causal, how.window), r.keys - r.queries if how.bottom_right else 0)
+    what = (r.queries, r.keys, *seen, r.dtype, device)
+    if r.captured or r.queries * r.keys > MAX_KEPT_SCORES:
+        return lambda: _bounds_bias(*what).expand(sizes)
+    if device.type != "cuda":
+        return lambda: _kept_bounds_bias(0, sizes, *what)
+    current = torch._C._cuda_getCurrentRawStream
+    return lambda: _kept_bounds_bias(current(device.index), sizes, *what)
+
+
+def operator(name: str, r: AttentionRequest, how: Variant, device: torch.device) -> Run | None:
+    """What backend ``name`` runs for such requests where nothing is traced, with ``how``, whose tensors it looks at and
+    does not keep; None: what it runs anywhere.
 
     PyTorch's are called without `sdpa_kernel`, which takes 20 us and turns switches that all threads see.
     """
     scale, causal, dropout, learns = how.scale, how.causal, how.dropout, r.gradient
+    given = {} if scale is None else {"scale": scale}  # an argument less to read
     if name == "triton":
         own = op.dense_at_once(learns, r.queries, r.keys, r.head**-0.5 if scale is None else scale, how)
         return lambda q, k, v, now: own(q, k, v, now.mask, now.alibi_slopes_N)
     if HAS_OPERATORS and name == "cudnn" and r.mask == "none":
         run = _TORCH._scaled_dot_product_cudnn_attention
-        return lambda q, k, v, now: run(q, k, v, None, learns, dropout, causal, scale=scale)[0]
+        return lambda q, k, v, now: run(q, k, v, None, learns, dropout, causal, **given)[0]
     if HAS_OPERATORS and name == "flash" and r.device == "cpu" and r.mask == "none":
         run = _TORCH._scaled_dot_product_flash_attention_for_cpu
-        return lambda q, k, v, now: run(q, k, v, dropout, causal, scale=scale)[0]
+        return lambda q, k, v, now: run(q, k, v, dropout, causal, **given)[0]
     if HAS_OPERATORS and name == "flash" and r.device == "cuda" and r.head % 8 == 0:  # else PyTorch pads it
         run = _TORCH._scaled_dot_product_flash_attention
-        return lambda q, k, v, now: run(q, k, v, dropout, causal, scale=scale)[0]
-    if HAS_OPERATORS and name == "cudnn":  # it reads a bias as it is, and takes no bounds
+        return lambda q, k, v, now: run(q, k, v, dropout, causal, **given)[0]
+    bias_of = None if how.mask is None else _bias_of(how.mask, r.dtype, r.keys, 1 if name == "cudnn" else ROW)
+    if HAS_OPERATORS and name == "cudnn" and bias_of is not None:  # it reads a bias as it is, and takes no bounds
         run = _TORCH._scaled_dot_product_cudnn_attention
-
-        def cudnn(q: Tensor, k: Tensor, v: Tensor, now: Variant) -> Tensor:
-            assert now.mask is not None
-            return run(q, k, v, _bias(now.mask, q, r.keys, 1), learns, dropout, False, scale=scale)[0]
-
-        return cudnn
+        return lambda q, k, v, now: run(q, k, v, bias_of(now.mask, q), learns, dropout, False, **given)[0]
     if HAS_OPERATORS and name == "efficient" and not r.mask_gradient:
         run = _TORCH._scaled_dot_product_efficient_attention
-        seen = (*op.bounds(causal, how.window), r.keys - r.queries if how.bottom_right else 0)
+        whole, bounds_of = (r.batch, r.heads, r.queries, r.keys), _bounds_of(r, how, device) if r.bounded else None
+        shares_heads, causal = r.heads != r.kv_heads, causal and not r.bounded
 
         def efficient(q: Tensor, k: Tensor, v: Tensor, now: Variant) -> Tensor:
-            if r.heads != r.kv_heads:
+            if shares_heads:
                 k, v = _repeated(k, r.heads), _repeated(v, r.heads)
-            bias = None if now.mask is None else _bias(now.mask, q, r.keys, ROW)
-            if r.bounded:
-                bounds = _bounds_bias(q, r.keys, *seen)
-                rows = None if bias is None else _rows(q, r.keys, ROW, *bias.shape[:2], r.queries)
-                bias = bounds if bias is None else torch.add(bias, bounds, out=rows)
-            bias = None if bias is None else bias.expand(r.batch, r.heads, r.queries, r.keys)
-            return run(q, k, v, bias, learns, dropout, causal and not r.bounded, scale=scale)[0]
+            bias = None if bounds_of is None else bounds_of()
+            if bias_of is not None:
+                added = bias_of(now.mask, q)
+                if bias is not None:
+                    added = torch.add(added, bias, out=_rows(q, r.keys, ROW, *added.shape[:2], r.queries))
+                bias = added.expand(whole)
+            return run(q, k, v, bias, learns, dropout, causal, **given)[0]
 
         return efficient
     return None
