@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as fwAD
 from torch.nn import functional
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.pointwise.oracle import poisoned
+from tests.nn.attention.inputs import masks, qkv, with_gradients
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.op import bounds
 from vblackwell.kernels.attention.reference import visible_ST
@@ -28,19 +28,7 @@ from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention import operators
 from vblackwell.nn.attention.backends import BACKENDS, Variant, attention
 
-ON_GPU = pytest.mark.gpu
-CUDNN_TAKES_MASKS = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() != (9, 0)
-    or (torch.backends.cudnn.version() or 0) < dispatcher.CUDNN_MASKS,
-    reason="masks are given to cuDNN on Hopper alone, from the release that was compared on",
-)
 BOTTOM_RIGHT = {"causal": True, "bottom_right": True}
-TORCHS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -56,27 +44,6 @@ def checks(monkeypatch):
     found, checked = [], dispatcher._checked
     monkeypatch.setattr(dispatcher, "_checked", lambda *given: found.append(given) or checked(*given))
     return found
-
-
-def qkv(heads=4, kv_heads=4, queries=9, keys=9, head=16, device="cpu", dtype=torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((2, queries, heads, head), (2, keys, kv_heads, head), (2, keys, kv_heads, head))
-    return [torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2) for shape in shapes]
-
-
-def with_gradients(function, tensors) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = function(*leaves)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def masks(queries, keys, device="cpu"):
-    seen = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(5)) > 0.3
-    seen[..., 0] = True  # what rows that see nothing give is asked elsewhere
-    seen = seen.to(device)
-    added = torch.randn(queries, keys, generator=torch.Generator().manual_seed(6)).to(device)
-    return {"boolean": seen, "padding": seen[:, :, :1], "added": added, "transposed": added.T.contiguous().T}
 
 
 @pytest.mark.parametrize("keys", [7, 12, 16])
@@ -463,7 +430,7 @@ def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
     tensors = qkv(4, kv_heads, 9, 12)
     how = Variant(masks(9, 12).get(kind), **options, scale=0.3)
     request = dispatcher.request_of(*tensors, how)
-    run = operators.operator("efficient", request, how, tensors[0].device)
+    run = operators.operator("efficient", request, tensors, how, False)
     assert run is not None
     torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))
     torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))  # what is kept is not written
@@ -472,7 +439,7 @@ def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
 def test_kept_bounds_may_be_saved_for_a_backward(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_dot_product_efficient_attention", written_out)
     tensors, how = qkv(keys=12), Variant(window=3)
-    run = operators.operator("efficient", dispatcher.request_of(*tensors, how), how, tensors[0].device)
+    run = operators.operator("efficient", dispatcher.request_of(*tensors, how), tensors, how, False)
     assert run is not None
     operators._kept_bounds_bias.cache_clear()
     with torch.inference_mode():
@@ -485,149 +452,70 @@ def test_kept_bounds_may_be_saved_for_a_backward(monkeypatch):
         torch.testing.assert_close(one, other)
 
 
-# On a GPU: every operator of PyTorch against sdpa_kernel.
+def scores_of(q, k, bias, scale):
+    return q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[3] ** -0.5) + bias
 
 
-def pytorchs_way(name, variant):
-    def function(q, k, v):
-        mask = variant.mask
-        if name == "efficient" and q.shape[1] != k.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
-        if mask is not None:  # rows that PyTorch can read
-            mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
-        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        with sdpa_kernel(TORCHS[name]):
-            return functional.scaled_dot_product_attention(q, k, v, mask, 0.0, variant.causal, **grouped)
-
-    return function
+def cudnn_forward(q, k, v, bias, learns, dropout, causal, *, scale=None):
+    assert learns and not dropout and not causal
+    lse = scores_of(q, k, bias, scale).logsumexp(3, keepdim=True)
+    out = BACKENDS["math"].run(q, k, v, Variant(bias, scale=scale))
+    return out, lse, None, None, q.shape[2], k.shape[2], lse[:1], lse[1:], None
 
 
-@ON_GPU
-@pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("kind", ["none", "causal", "boolean", "padding", "added", "transposed"])
-def test_operators_give_the_bits_of_pytorchs_way(name, kv_heads, kind):
-    if name != "efficient" and kind not in ("none", "causal"):
-        pytest.skip(f"{name} takes no mask")
-    queries, keys = (65, 65) if kind == "causal" else (63, 257)
-    tensors = qkv(4, kv_heads, queries, keys, 64, "cuda", torch.bfloat16)
-    mask = None if kind in ("none", "causal") else masks(queries, keys, "cuda")[kind]
-    variant = Variant(mask, kind == "causal")
-    with torch.no_grad():
-        got, ran = attention(*tensors, variant, name)
-        assert ran == name and torch.equal(got, pytorchs_way(name, variant)(*tensors))
-    mine = with_gradients(lambda q, k, v: attention(q, k, v, variant, name)[0], tensors)
-    theirs = with_gradients(pytorchs_way(name, variant), tensors)
-    assert torch.equal(mine[0], theirs[0])
-    for got, wanted in zip(mine[1:], theirs[1:], strict=True):
-        # Sums of gradients in another order from run to run: some roundings of bf16 to 2^-9.
-        assert (got - wanted).norm() <= 1e-2 * wanted.norm()
+def cudnn_backward(calls):
+    def backward(
+        dout, q, k, v, out, lse, seed, offset, bias, q_starts, k_starts, queries, keys, dropout, causal, *, scale
+    ):
+        assert q_starts is k_starts is None and (queries, keys) == (q.shape[2], k.shape[2])
+        assert keys % 128 != 64 and not dropout and not causal
+        assert seed.shape == lse[:1].shape and offset.shape == lse[1:].shape
+        calls.append(keys)
+        group = q.shape[1] // k.shape[1]
+        p = (scores_of(q, k, bias, scale) - lse).exp()
+        ds = p * (dout @ v.repeat_interleave(group, 1).mT - (out * dout).sum(3, keepdim=True))
+        ds = ds * (scale or q.shape[3] ** -0.5)
+        shared = [(x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout))]
+        return ds @ k.repeat_interleave(group, 1), *shared
+
+    return backward
 
 
-@ON_GPU
-@pytest.mark.parametrize("kind", ["none", "boolean", "padding", "added"])
-@pytest.mark.parametrize("options", [{"window": 20}, BOTTOM_RIGHT, {"causal": True}], ids=str)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_bounds_on_efficient_are_those_of_the_unfused_one(kind, options, kv_heads):
-    if kind == "none" and "bottom_right" not in options and "window" not in options:
-        pytest.skip("causal alone is PyTorch's own")
-    tensors = qkv(4, kv_heads, 63, 257, 64, "cuda", torch.bfloat16)
-    how = Variant(masks(63, 257, "cuda").get(kind), **options)
-    assert attention(*tensors, how)[1] == "efficient"
-    wide = how if how.mask is None or how.mask.dtype == torch.bool else how._replace(mask=how.mask.double())
-    got = with_gradients(lambda q, k, v: attention(q, k, v, how)[0], tensors)
-    exact = with_gradients(lambda q, k, v: attention(q, k, v, wide, "math")[0], [x.double() for x in tensors])
-    for one, other in zip(got, exact, strict=True):
-        # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
-        assert (one - other).norm() <= 2e-2 * other.norm()
+@pytest.mark.parametrize("keys", [64, 192])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_gradients_of_cudnn_s_two_calls_are_those_of_one(keys, scale, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_dot_product_cudnn_attention", cudnn_forward, raising=False)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", cudnn_backward(calls))
+    tensors = qkv(4, 2, 9, keys)
+    how = Variant(masks(9, keys)["boolean"], scale=scale)
+    request = dispatcher.request_of(*tensors, how)._replace(gradient=True)
+    run = operators.operator("cudnn", request, tensors, how, True)
+    assert run is not None
+    got = with_gradients(lambda q, k, v: run(q, k, v, how), tensors)
+    wanted = with_gradients(lambda q, k, v: BACKENDS["math"].run(q, k, v, how), tensors)
+    assert calls == [keys - 32, 32]
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
-@ON_GPU
-def test_rows_that_see_nothing_are_zero_where_efficient_runs():
-    tensors = qkv(4, 4, 63, 257, 64, "cuda", torch.bfloat16)
-    mask = masks(63, 257, "cuda")["boolean"]
-    mask[:, :, 5] = False
-    results = with_gradients(lambda q, k, v: attention(q, k, v, Variant(mask), "efficient")[0], tensors)
-    assert all(x.isfinite().all() for x in results)
-    assert not results[0][:, :, 5].any() and not results[1][:, :, 5].any()
-
-
-@ON_GPU
-@CUDNN_TAKES_MASKS
-def test_small_masks_run_on_cudnn_and_large_ones_on_the_own_kernel():
-    for length, name in ((63, "cudnn"), (4096, "triton")):
-        q, k, v = qkv(8, 8, length, length, 64, "cuda", torch.bfloat16)
-        assert attention(q, k, v, Variant(masks(length, length, "cuda")["boolean"]))[1] == name
-
-
-def on_cudnn(q, k, v, mask):
-    request = dispatcher.request_of(q, k, v, Variant(mask))
-    assert not dispatcher.attention_backends(request)["cudnn"]
-    return attention(q, k, v, Variant(mask), "cudnn")[0]
-
-
-def exactly(tensors, mask):
-    wide = mask if mask.dtype == torch.bool else mask.double()
-    return with_gradients(lambda q, k, v: attention(q, k, v, Variant(wide), "math")[0], [x.double() for x in tensors])
-
-
-@ON_GPU
-@CUDNN_TAKES_MASKS
-@pytest.mark.parametrize("kind", ["boolean", "padding", "added", "transposed", "expanded"])
-@pytest.mark.parametrize(("queries", "keys"), [(63, 257), (5, 7), (300, 200), (2, 384)])
-@pytest.mark.parametrize(("kv_heads", "head"), [(4, 64), (2, 64), (1, 128)])
-def test_masks_on_cudnn_are_those_of_the_unfused_one(kind, queries, keys, kv_heads, head):
-    tensors = qkv(4, kv_heads, queries, keys, head, "cuda", torch.bfloat16)
-    found = masks(queries, keys, "cuda")
-    found["expanded"] = found["added"].to(torch.bfloat16).expand(2, 4, queries, keys)
-    mask = found[kind] if found[kind].dtype == torch.bool else found[kind].to(torch.bfloat16)  # else it is refused
-    if kind == "boolean":
-        mask[:, :, 1] = False
-    got, exact = with_gradients(lambda q, k, v: on_cudnn(q, k, v, mask), tensors), exactly(tensors, mask)
-    for one, other in zip(got, exact, strict=True):
-        # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
-        assert (one - other).norm() <= 2e-2 * other.norm()
-    if kind == "boolean":
-        assert not got[0][:, :, 1].any() and not got[1][:, :, 1].any()
-    with torch.no_grad():
-        alone = on_cudnn(*tensors, mask)
-    assert (alone - exact[0]).norm() <= 2e-2 * exact[0].norm()
-
-
-@ON_GPU
-@CUDNN_TAKES_MASKS
-@pytest.mark.parametrize("keys", [3, 17, 55, 63, 65, 96, 128, 200, 256, 257, 384])
-@pytest.mark.parametrize("head", [40, 64, 128])
-def test_masks_on_cudnn_where_all_scores_are_far_below_zero(keys, head):
-    """Its backward gives NaN for others: refused by `_cudnn_mask_reasons`."""
-    q, k, v = (0.1 * x for x in qkv(2, 2, 70, keys, head, "cuda", torch.bfloat16))
-    q[..., 0], k[..., 0] = 1.0, -120 * head**0.5  # log-sum-exps of about -120: their exponentials overflow
-    mask = masks(70, keys, "cuda")["boolean"]
-    got, exact = with_gradients(lambda q, k, v: on_cudnn(q, k, v, mask), (q, k, v)), exactly((q, k, v), mask)
-    assert all(x.isfinite().all() for x in got)
-    for one, other in zip((got[0], got[3]), (exact[0], exact[3]), strict=True):
-        # Scores of 120 are sums in fp32, exact to 2^-17 of them: 1e-3 of a probability, next to bf16's roundings.
-        assert (one - other).norm() <= 2e-2 * other.norm()
-
-
-@ON_GPU
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's cuDNN"
-)
-@pytest.mark.parametrize("head", [136, 192, 256])
-def test_cudnn_takes_wide_heads_where_torch_lets_it(head):
-    tensors = [x.requires_grad_() for x in qkv(4, 2, 300, 300, head, "cuda", torch.bfloat16)]
-    params = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, True, True)
-    how, takes = Variant(causal=True), torch.backends.cuda.can_use_cudnn_attention(params)
-    assert takes == (not dispatcher.attention_backends(dispatcher.request_of(*tensors, how))["cudnn"])
-    if takes:
-        got = with_gradients(lambda q, k, v: attention(q, k, v, how, "cudnn")[0], tensors)
-        exact = with_gradients(lambda q, k, v: attention(q, k, v, how, "math")[0], [x.double() for x in tensors])
-        for one, other in zip(got, exact, strict=True):
-            # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
-            assert (one - other).norm() <= 2e-2 * other.norm()
+def test_where_pytorch_chooses_the_same_it_runs_itself(monkeypatch):
+    """With gradients: an operator's other results would become Python's objects, which the backward frees."""
+    called, real = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", lambda *given, **how: called.append(1) or real(*given, **how)
+    )
+    for kv_heads, how in ((4, Variant()), (2, Variant(causal=True, scale=0.3))):
+        tensors = qkv(kv_heads=kv_heads)
+        for backend in ("auto", "flash", "math"):
+            got = with_gradients(lambda q, k, v, how=how, backend=backend: attention(q, k, v, how, backend)[0], tensors)
+            wanted = with_gradients(lambda q, k, v, how=how: BACKENDS["math"].run(q, k, v, how), tensors)
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other)
+        assert len(called) == 1
+        called.clear()
+        attention(*tensors, how)
+        assert not called
 
 
 def test_strides_that_the_cpu_s_operator_takes_for_granted_run_elsewhere():
@@ -637,26 +525,3 @@ def test_strides_that_the_cpu_s_operator_takes_for_granted_run_elsewhere():
         out, name = attention(*given)
         assert name == "math"
         torch.testing.assert_close(out, attention(*exact)[0])
-
-
-@ON_GPU
-def test_strides_that_pytorch_refuses_run_elsewhere():
-    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv(4, 4, 64, 64, 64, "cuda", torch.bfloat16))
-    assert attention(q, k, v)[1] == "triton"
-    with pytest.raises(Unsupported, match="cudnn: PyTorch refuses it"):
-        attention(q, k, v, backend="cudnn")
-
-
-@ON_GPU
-def test_a_captured_call_is_a_call_of_its_own():
-    """At 4 GFLOP the host's launches decide outside a graph, the kernels inside, which are first loaded there."""
-    q, k, v = qkv(16, 16, 512, 512, 128, "cuda", torch.bfloat16)
-    how = Variant(masks(512, 512, "cuda")["boolean"])
-    with torch.no_grad():
-        eager, name = attention(q, k, v, how)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured, other = attention(q, k, v, how)
-        graph.replay()
-    assert name in ("cudnn", "efficient") and other == "triton"
-    assert (eager - captured).norm() <= 1e-2 * eager.norm()  # bf16's roundings to 2^-9

@@ -19,13 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.nn.attention import SDPBackend
 
 from vblackwell.errors import Unsupported, check_known
 from vblackwell.kernels.attention import op
 from vblackwell.kernels.runtime import registry, tuning
 from vblackwell.nn.attention.documents import Documents, mask_or_documents
-from vblackwell.nn.attention.operators import HAS_OPERATORS, Run, operator, run_math, run_sdpa
+from vblackwell.nn.attention.operators import (
+    HAS_CUDNN_BACKWARD,
+    HAS_OPERATORS,
+    SDP,
+    Run,
+    in_two,
+    operator,
+    run_math,
+    run_sdpa,
+)
 from vblackwell.nn.attention.request import (
     PLAIN,
     AttentionRequest,
@@ -117,9 +125,10 @@ def _cudnn_mask_reasons(r: AttentionRequest) -> Iterator[str]:
         yield "a mask together with dropout"
     if r.mask_gradient:
         yield "the mask wants a gradient"
-    # Its backward gives NaN where log-sum-exps are under -88 (pytorch/pytorch#196678, at heads up to 128).
-    if r.gradient and (r.head > 128 or r.keys % 128 == 64):
-        yield "gradients with a mask, at a head over 128 or 64 keys in the last 128"
+    if r.gradient and r.head > 128:
+        yield "gradients with a mask, at a head over 128"
+    if r.gradient and in_two(r.keys) and (r.small or not HAS_CUDNN_BACKWARD):
+        yield "gradients with a mask, with 64 keys in the last 128: its backward takes two calls"
 
 
 def _flash_reasons(r: AttentionRequest) -> Iterator[str]:
@@ -156,9 +165,9 @@ BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
         registry.Backend("triton", _triton_reasons, lambda q, k, v, how: op.flash_attention(q, k, v, **how._asdict())),
-        registry.Backend("cudnn", _cudnn_reasons, partial(run_sdpa, SDPBackend.CUDNN_ATTENTION)),
-        registry.Backend("flash", _flash_reasons, partial(run_sdpa, SDPBackend.FLASH_ATTENTION)),
-        registry.Backend("efficient", _efficient_reasons, partial(run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
+        registry.Backend("cudnn", _cudnn_reasons, partial(run_sdpa, SDP["cudnn"])),
+        registry.Backend("flash", _flash_reasons, partial(run_sdpa, SDP["flash"])),
+        registry.Backend("efficient", _efficient_reasons, partial(run_sdpa, SDP["efficient"])),
         registry.Backend("math", registry.accept, run_math, forward_mode=True),
     )
 }
@@ -233,7 +242,7 @@ def attention(
     key = _key(q_BNSH, k_BKTH, v_BKTH, variant, backend, surroundings)
     if (prepared := _prepared.get(key)) is None:
         how, request, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
-        run = operator(name, request, how, q_BNSH.device)
+        run = operator(name, request, (q_BNSH, k_BKTH, v_BKTH), how, backend == "auto")
         if run is None:
             seen, runs = {"causal": how.causal, "window": how.window}, BACKENDS[name].run
             run = lambda q, k, v, now: runs(q, k, v, now._replace(**seen))  # noqa: E731

@@ -4,7 +4,7 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,13 @@ _OPERATORS = ("flash_attention", "efficient_attention", "cudnn_attention", "flas
 MAX_KEPT_SCORES = 1 << 18  # of bounds that became numbers: 512 KB
 ROW = 16  # elements: 'efficient' reads a bias whose rows are at multiples of 32 bytes
 HAS_OPERATORS = all(hasattr(torch, f"_scaled_dot_product_{name}") for name in _OPERATORS)
+HAS_CUDNN_BACKWARD = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward")
+CUT = 32  # keys
+SDP = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -125,17 +132,62 @@ def _bounds_of(r: AttentionRequest, how: Variant, device: torch.device) -> Calla
     return lambda: _kept_bounds_bias(current(device.index), sizes, *what)
 
 
-def operator(name: str, r: AttentionRequest, how: Variant, device: torch.device) -> Run | None:
-    """What backend ``name`` runs for such requests where nothing is traced, with ``how``, whose tensors it looks at and
-    does not keep; None: what it runs anywhere.
+def in_two(keys: int) -> bool:
+    """Whether cuDNN's backward with a mask goes wrong over so many keys at once."""
+    return keys % 128 == 64
+
+
+class _CudnnInTwo(torch.autograd.Function):
+    """cuDNN with a bias (.., T) over keys of which 64 are left over by 128. Its backward gives NaN there where
+    log-sum-exps are low (pytorch/pytorch#196678), so it is called for the last `CUT` keys alone and for those before:
+    either gives the gradients of its keys, and its part of the queries', by the log-sum-exps of all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
+        run, ctx.scale = _TORCH._scaled_dot_product_cudnn_attention, scale
+        out, lse, _, _, _, _, seed, offset, _ = run(q, k, v, bias, True, 0.0, False, scale=scale)
+        ctx.save_for_backward(q, k, v, bias, out, lse, seed, offset)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, lse, *drawn = ctx.saved_tensors
+        cut, keys, run = k.shape[2] - CUT, k.shape[2], torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        found = []
+        for start, end in ((0, cut), (cut, keys)):
+            some, sizes = (x[:, :, start:end] for x in (k, v)), (None, None, q.shape[2], end - start)
+            rest = (*drawn, bias[..., start:end], *sizes, 0.0, False)
+            found.append(run(dout, q, *some, out, lse, *rest, scale=ctx.scale))
+        (dq, *first), (more, *last) = found
+        return dq.add_(more), *(torch.cat(pair, 2) for pair in zip(first, last, strict=True)), None, None
+
+
+def _is_pytorchs_choice(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Variant) -> bool:
+    """Whether plain `scaled_dot_product_attention` would run ``name`` for calls without a mask as this one."""
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None or r.mask != "none" or r.bounded or r.softcap or r.alibi:
+        return False
+    grouped = r.heads != r.kv_heads
+    return choose(*tensors, None, how.dropout, how.causal, scale=how.scale, enable_gqa=grouped) == SDP[name].value
+
+
+def operator(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Variant, free: bool) -> Run | None:
+    """What backend ``name``, of a ``free`` choice or asked for, runs for such requests where nothing is traced, with
+    ``how`` and ``tensors`` (queries, keys, values) like these, none of which are kept; None: what it runs anywhere.
 
     PyTorch's are called without `sdpa_kernel`, which takes 20 us and turns switches that all threads see.
     """
-    scale, causal, dropout, learns = how.scale, how.causal, how.dropout, r.gradient
+    scale, causal, dropout, learns, device = how.scale, how.causal, how.dropout, r.gradient, tensors[0].device
     given = {} if scale is None else {"scale": scale}  # an argument less to read
     if name == "triton":
         own = op.dense_at_once(learns, r.queries, r.keys, r.head**-0.5 if scale is None else scale, how)
         return lambda q, k, v, now: own(q, k, v, now.mask, now.alibi_slopes_N)
+    if free and learns and name in SDP and _is_pytorchs_choice(name, r, tensors, how):
+        # By an operator what autograd keeps would become Python's too, which backward's thread had to wait for.
+        whole = {**given, "enable_gqa": True} if r.heads != r.kv_heads else given
+        return lambda q, k, v, now: functional.scaled_dot_product_attention(q, k, v, None, dropout, causal, **whole)
     if HAS_OPERATORS and name == "cudnn" and r.mask == "none":
         run = _TORCH._scaled_dot_product_cudnn_attention
         return lambda q, k, v, now: run(q, k, v, None, learns, dropout, causal, **given)[0]
@@ -147,6 +199,8 @@ def operator(name: str, r: AttentionRequest, how: Variant, device: torch.device)
         return lambda q, k, v, now: run(q, k, v, dropout, causal, **given)[0]
     bias_of = None if how.mask is None else _bias_of(how.mask, r.dtype, r.keys, 1 if name == "cudnn" else ROW)
     if HAS_OPERATORS and name == "cudnn" and bias_of is not None:  # it reads a bias as it is, and takes no bounds
+        if learns and in_two(r.keys):
+            return lambda q, k, v, now: _CudnnInTwo.apply(q, k, v, bias_of(now.mask, q), scale)
         run = _TORCH._scaled_dot_product_cudnn_attention
         return lambda q, k, v, now: run(q, k, v, bias_of(now.mask, q), learns, dropout, False, **given)[0]
     if HAS_OPERATORS and name == "efficient" and not r.mask_gradient:
