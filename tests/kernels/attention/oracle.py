@@ -109,5 +109,6 @@ def use_plans(**plans: AttentionPlan) -> Iterator[None]:
         mock.patch.object(_Call, "plan", plan),
         mock.patch.object(_Call, "specialized", specialized),
         mock.patch.object(triton_launch, "_launches", kept),
+        mock.patch.object(triton_launch, "_last", {}),
     ):
         yield

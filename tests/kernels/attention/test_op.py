@@ -279,3 +279,29 @@ def test_a_release_of_triton_without_hoppers_forward_is_said_once(monkeypatch):
     monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
     assert launch._runs_specialized()
     launch._runs_specialized.cache_clear()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_second_derivative_is_refused(packed):
+    q, k, v = (x.requires_grad_() for x in inputs(1, 1, 1, 5, 5, 16, torch.float32))
+    if packed:
+        starts = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
+        out = flash_attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts)
+    else:
+        out = flash_attention(q, k, v)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        torch.autograd.grad(dq.sum(), q)
+
+
+def test_what_a_backward_needs_goes_through_the_hooks_of_saved_tensors():
+    """As offloaded activations do: masks and starts too."""
+    packs = []
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 9, 9, 16, torch.float32))
+    mask = torch.ones(9, 9, dtype=torch.bool, device=DEVICE).tril()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packs.append(x.shape) or x.clone(), lambda x: x):
+        out = flash_attention(q, k, v, mask=mask)
+    assert packs == [q.shape, k.shape, v.shape, out.shape, (1, 2, 9), (1, 1, 9, 9)]
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    wanted = torch.autograd.grad(flash_attention(q, k, v, mask=mask).sum(), (q, k, v))
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))

@@ -254,6 +254,7 @@ def test_packed():
 def test_launches_alike_compute_with_their_own_tensors(kind, head):
     """The second and third go by what was kept for the first."""
     triton_launch._launches.clear()
+    triton_launch._last.clear()
     mask = {"boolean": mask_of("boolean", 300, 300), "additive": mask_of("additive", 300, 304)[:, :300]}.get(kind)
     options = {"mask": mask, "causal": kind in ("window", "packed"), "window": 50 if kind == "window" else None}
 

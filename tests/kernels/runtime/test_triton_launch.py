@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from vblackwell.kernels.runtime import triton_launch
-from vblackwell.kernels.runtime.triton_launch import Launch, describe, described, keep, kept, launch, layout, queue
+from vblackwell.kernels.runtime.triton_launch import (
+    Launch,
+    describe,
+    described,
+    keep,
+    kept,
+    launch,
+    layout,
+    queue,
+    recall,
+    remember,
+)
 
 
 class Compiled:
@@ -34,6 +45,7 @@ class Kernel:
 def nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(triton_launch, "_compiled", {})
     monkeypatch.setattr(triton_launch, "_launches", {})
+    monkeypatch.setattr(triton_launch, "_last", {})
 
 
 def test_what_was_compiled_for_a_key_is_launched_again():
@@ -79,6 +91,25 @@ def test_what_launches_alike_have_in_common_is_kept_with_what_was_compiled(monke
         keep("forward", (number,), launch, "compiled")
         assert kept("forward", (number,)) == launch._replace(compiled="compiled") and kept("dq", (number,)) is None
         assert len(triton_launch._launches) <= 3
+
+
+def test_launches_of_tensors_alike_are_recalled(monkeypatch):
+    monkeypatch.setattr(triton_launch, "MAX_KEYS", 3)
+    some = (Launch("plan", (None,), (1, 1, 1), (), (), "form", "compiled"),)
+    x, y = torch.zeros(8, 16), torch.zeros(4, 16)
+    assert recall(("forward",), [x, y]) is None
+    remember(("forward",), [x, y], (*some, None))  # the interpreter keeps nothing
+    assert recall(("forward",), [x, y]) is None
+    remember(("forward",), [x, y], some)
+    assert recall(("forward",), [x + 1, y + 1]) == some and recall(("dq",), [x, y]) is None
+    shifted = torch.zeros(129)[1:].view(8, 16)  # not at 16 bytes
+    for other in (x.half(), torch.zeros(8, 32)[:, ::2], x[:4], shifted, x.to("meta"), x.double()):
+        assert recall(("forward",), [other, y]) is None
+    remember(("forward",), [shifted, y], some)
+    assert recall(("forward",), [shifted, y]) == some and recall(("forward",), [x, y]) is None  # only the last
+    for number in range(10):
+        remember((number,), [x], some)
+        assert recall((number,), [x]) == some and len(triton_launch._last) <= 3
 
 
 def test_a_descriptor_is_of_the_tensor_at_hand_and_keeps_none_alive():

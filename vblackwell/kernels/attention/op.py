@@ -7,7 +7,8 @@ unless ``bottom_right`` (the last query sees the last key), which decoding with 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.plan import lse_of
-from vblackwell.kernels.runtime.registry import empty_of, on_device, refuse_forward_mode, register_op
+from vblackwell.kernels.runtime.registry import (
+    empty_of,
+    on_device,
+    refuse_forward_mode,
+    register_op,
+    runs_directly,
+)
 
 WIDEST_HEAD = 256
 LARGEST_GRID = 65535  # CUDA's, of a launch's second and third dimension
@@ -84,7 +91,6 @@ def dense_at_once(learns: bool, queries: int, keys: int, scale: float, options: 
     """`flash_attention` of queries, keys, values, a mask or None and slopes or None, with gradients if ``learns``:
     of arguments that were checked, which have no rules of their own, and with the ``options`` of a Variant, where
     nothing traces. Half of a call's time on the host would be for that."""
-    compute = _attention.at_once[learns]
     numbers = (scale, *bounds(options.causal, options.window), options.bottom_right)
     rest = (None, None, queries, keys, *numbers, options.softcap or 0.0, options.dropout)
 
@@ -92,7 +98,7 @@ def dense_at_once(learns: bool, queries: int, keys: int, scale: float, options: 
         if mask is not None:
             mask = mask.detach()[(None,) * (4 - mask.dim())]
         seed = new_seed(q.device) if options.dropout else None
-        return compute(q, k, v, mask, slopes_N, seed, *rest)[0]
+        return _at_once(learns, q, k, v, (mask, slopes_N, seed, *rest))
 
     return run
 
@@ -141,8 +147,11 @@ def _attend(  # type: ignore[no-untyped-def]
     left, right = bounds(causal, window)
     seed = None if not dropout else new_seed(q.device) if seed is None else seed
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (scale, left, right, bottom_right, softcap or 0.0, dropout)
-    return _attention(q, k, v, mask, slopes_N, seed, *lengths, *numbers)[0]
+    options = (mask, slopes_N, seed, *lengths, scale, left, right, bottom_right, softcap or 0.0, dropout)
+    if runs_directly(q, k, v):
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return _at_once(learns, q, k, v, options)
+    return _attention(q, k, v, *options)[0]
 
 
 def grid_reasons(batch: int, mask_planes: int) -> list[str]:
@@ -202,6 +211,59 @@ def check_options(
         )
 
 
+@functools.cache
+def _launches() -> Any:
+    """Its module, which imports triton: where kernels run."""
+    from vblackwell.kernels.attention import launch
+
+    return launch
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    refuse_forward_mode("attention")
+    launch = _launches()
+    *tensors_and_lengths, scale, left, right, bottom_right, softcap, dropout = options
+    numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+    with on_device(q):
+        return launch.forward(q, k, v, launch.Options(*tensors_and_lengths, *numbers))
+
+
+def _gradients(dout: Tensor, tensors: Sequence[Tensor], options: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values; ``tensors``: these, the output and the log-sum-exps."""
+    launch = _launches()
+    *tensors_and_lengths, scale, left, right, bottom_right, softcap, dropout = options
+    numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+    with on_device(dout):
+        return launch.backward(dout, *tensors, launch.Options(*tensors_and_lengths, *numbers))
+
+
+class _AtOnce(torch.autograd.Function):
+    """`_attention` for autograd alone, which takes less of the host with fewer arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor:
+        out, lse = _forward(q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, lse, *options[:5])
+        ctx.numbers = options[5:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        if torch.is_grad_enabled() or not runs_directly(dout):  # the op says that it has no second derivative
+            return *_attention_backward(dout, q, k, v, out, lse, *others, *ctx.numbers), None
+        return *_gradients(dout, (q, k, v, out, lse), (*others, *ctx.numbers)), None
+
+
+# `Function.apply` would ask once more whether there are transforms.
+_apply: Any = super(torch.autograd.Function, _AtOnce).apply  # pyright: ignore[reportArgumentType]
+
+
+def _at_once(learns: bool, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor:
+    """Where `runs_directly`: ``options`` are what `_attention` takes in addition."""
+    return _apply(q, k, v, options) if learns else _forward(q, k, v, options)[0]
+
+
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, mask, slopes_N, seed, q_starts, k_starts, *ctx.numbers = inputs
     ctx.save_for_backward(q, k, v, *output, mask, slopes_N, seed, q_starts, k_starts)
@@ -213,7 +275,7 @@ def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-
     return *gradients, *(None,) * 13
 
 
-@register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward, direct=True)
+@register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward)
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -232,17 +294,11 @@ def _attention(
     softcap: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    from vblackwell.kernels.attention.launch import Options, forward
-
-    refuse_forward_mode("attention")
-    starts = (q_starts, k_starts, max_q, max_k)
-    with on_device(q):
-        numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
-        options = Options(mask, slopes_N, seed, *starts, *numbers)
-        return forward(q, k, v, options)
+    lengths = (q_starts, k_starts, max_q, max_k)
+    return _forward(q, k, v, (mask, slopes_N, seed, *lengths, scale, left, right, bottom_right, softcap, dropout))
 
 
-@register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)), direct=True)
+@register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)))
 def _attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -264,10 +320,19 @@ def _attention_backward(
     softcap: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from vblackwell.kernels.attention.launch import Options, backward
-
-    starts = (q_starts, k_starts, max_q, max_k)
-    with on_device(q):
-        numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
-        options = Options(mask, slopes_N, seed, *starts, *numbers)
-        return backward(dout, q, k, v, out, lse, options)
+    options = (
+        mask,
+        slopes_N,
+        seed,
+        q_starts,
+        k_starts,
+        max_q,
+        max_k,
+        scale,
+        left,
+        right,
+        bottom_right,
+        softcap,
+        dropout,
+    )
+    return _gradients(dout, (q, k, v, out, lse), options)

@@ -176,6 +176,15 @@ def differentiating_forward() -> bool:
     return forward_ad._current_level >= 0  # noqa: SLF001
 
 
+def runs_directly(*tensors: Tensor) -> bool:
+    """Whether nothing but autograd has to do with an op on ``tensors``, nor are these other than they seem."""
+    if not computes_at_once() or (_function_modes() and functions_are_seen()) or _profiles():
+        return False
+    if forward_ad._current_level >= 0:  # noqa: SLF001
+        return False
+    return all([type(x) is Tensor and not (x.is_neg() or x.is_meta) for x in tensors])
+
+
 def refuse_forward_mode(op: str) -> None:
     """Raises Unsupported in forward-mode differentiation, for an op without a choice of backends."""
     if differentiating_forward():
@@ -309,9 +318,7 @@ def _direct(op: Any, run: Callable[..., Any], save: Any, backward: Any, autocast
                 return compute(args)
         return compute(args)
 
-    made: Any = call
-    made.at_once = {False: run, True: node}  # without and with gradients, for callers that have asked all this
-    return made
+    return call
 
 
 def register_op(
