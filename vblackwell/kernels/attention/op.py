@@ -248,7 +248,7 @@ class _AtOnce(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse, *others = ctx.saved_tensors
         if torch.is_grad_enabled() or not runs_directly(dout):  # the op says that it has no second derivative
             return *_attention_backward(dout, q, k, v, out, lse, *others, *ctx.numbers), None
@@ -256,7 +256,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 # `Function.apply` would ask once more whether there are transforms.
-_apply: Any = super(torch.autograd.Function, _AtOnce).apply  # pyright: ignore[reportArgumentType]
+_apply: Any = super(torch.autograd.Function, _AtOnce).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _at_once(learns: bool, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor:

@@ -37,6 +37,8 @@ _jit_trace = torch._C._get_tracing_state
 _profiles = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 _any_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+_tensor_guards: Any = getattr(_guards, "TensorGuards", None)
 _NO_GUARD = nullcontext()  # of the device that is current: to enter one costs more than a launch
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
 
@@ -183,6 +185,17 @@ def runs_directly(*tensors: Tensor) -> bool:
     if forward_ad._current_level >= 0:  # noqa: SLF001
         return False
     return all([type(x) is Tensor and not (x.is_neg() or x.is_meta) for x in tensors])
+
+
+def comparison_with(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """What tells of as many tensors whether they are like these, for half a microsecond, as torch.compile does: of
+    their classes, dispatch keys (with those that modes and transforms of the thread set), types, devices, shapes and
+    strides, and whether they want gradients. One tensor twice is not like two, and nested ones must not be asked
+    about: they end the process. It keeps no tensor. None where this torch has no such function, which is private.
+    """
+    if _tensor_guards is None:
+        return None
+    return _tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def refuse_forward_mode(op: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.runtime.launch import outside_capture
-from vblackwell.kernels.runtime.registry import on_device
+from vblackwell.kernels.runtime.registry import comparison_with, on_device
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _launches: dict[tuple[Any, ...], "Launch"] = {}
@@ -42,10 +42,6 @@ def keep(name: str, key: tuple[Any, ...], launch: Launch, compiled: Any) -> None
         _launches[name, key] = launch._replace(compiled=compiled)
 
 
-# What torch.compile compares tensors by (nn/attention/backends.py says more); None where there is no such thing.
-tensor_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class Last(NamedTuple):
     """The tensors that launches were given last, and what was kept for them: to compare takes a fifth of a key."""
 
@@ -67,12 +63,12 @@ def recall(what: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Launch, ...] |
 
 def remember(what: tuple[Any, ...], tensors: list[Tensor], launches: Sequence[Launch | None]) -> None:
     """Have `recall` find what is `kept` for launches with ``tensors`` and ``what`` else decides, if all of it is."""
-    if tensor_guards is None or None in launches:
+    alike, found = comparison_with(tensors), tuple([launch for launch in launches if launch is not None])
+    if alike is None or len(found) < len(launches):
         return
     if len(_last) >= MAX_KEYS:
         _last.clear()
-    guards = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    _last[what] = Last(guards.check, [x.data_ptr() % 16 for x in tensors], tuple(launches))
+    _last[what] = Last(alike, [x.data_ptr() % 16 for x in tensors], found)
 
 
 def describe(kind: Any, x: Tensor, strides: Sequence[int], block: list[int], *layout: Any) -> Any:

@@ -52,10 +52,6 @@ _deterministic, _flash_enabled = torch._C._get_deterministic_algorithms, torch._
 _efficient_enabled, _cudnn_enabled = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 _grad_enabled, _any_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 _function_modes = torch._C._len_torch_function_stack
-# What torch.compile compares tensors by, in one call: classes, dispatch keys (with those that modes and transforms
-# set), types, devices, shapes, strides, and whether they want gradients. It is private: without it `_key` is asked.
-_guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
-_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 # Generators: whether one refuses is asked at every call, and only what is read is written out.
@@ -226,15 +222,15 @@ def attention(
         surroundings = _surroundings(q_BNSH)
         last = _last.get(options)
         if last is not None and last.surroundings == surroundings:
-            alike = not (q_BNSH.is_nested or k_BKTH.is_nested or v_BKTH.is_nested)
+            is_alike = not (q_BNSH.is_nested or k_BKTH.is_nested or v_BKTH.is_nested)
             if slopes_N is not None:
                 given = _given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N)
-                alike = alike and not any(x.is_nested for x in given) and last.alike(*given)
+                is_alike = is_alike and not any(x.is_nested for x in given) and last.alike(*given)
             elif mask is not None:
-                alike = alike and not mask.is_nested and last.alike(q_BNSH, k_BKTH, v_BKTH, mask)
+                is_alike = is_alike and not mask.is_nested and last.alike(q_BNSH, k_BKTH, v_BKTH, mask)
             else:
-                alike = alike and last.alike(q_BNSH, k_BKTH, v_BKTH)
-            if alike:
+                is_alike = is_alike and last.alike(q_BNSH, k_BKTH, v_BKTH)
+            if is_alike:
                 return last.run(q_BNSH, k_BKTH, v_BKTH, variant), last.name
     if not computes_at_once(q_BNSH, k_BKTH, v_BKTH):
         variant, _, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
@@ -249,12 +245,10 @@ def attention(
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
         prepared = _prepared[key] = run, name
-    if _TensorGuards is not None:
-        given = _given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N)
-        guards = _TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if (alike := registry.comparison_with(_given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N))) is not None:
         if len(_last) >= MAX_PREPARED:
             _last.clear()
-        _last[options] = _Last(surroundings, guards.check, *prepared)
+        _last[options] = _Last(surroundings, alike, *prepared)
     run, name = prepared
     return run(q_BNSH, k_BKTH, v_BKTH, variant), name
 

@@ -74,7 +74,7 @@ def _rows(q: Tensor, keys: int, multiple: int, *lead: int) -> Tensor:
     return q.new_zeros((*lead, padded))[..., :keys]  # what pads a row is read, multiplied by zero: it must be finite
 
 
-def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Callable[[Any, Tensor], Tensor]:
     """What makes numbers to add, (1 or B, 1 or N, 1 or S, T) in ``dtype``, rows at multiples of ``multiple`` elements,
     of a mask that is laid out as ``mask``, given it and the queries."""
     lead = (None,) * (4 - mask.dim())
@@ -86,7 +86,7 @@ def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Call
     sizes, boolean, along = like.shape[:3], like.dtype == torch.bool, like.shape[3] == keys
     fits = along and like.dtype == dtype and last == 1 and not any(step % multiple for step in steps)
 
-    def bias(mask: Tensor, q: Tensor) -> Tensor:
+    def bias(mask: Any, q: Tensor) -> Tensor:
         if lead:
             mask = mask[lead]
         for dim in once:
@@ -152,7 +152,7 @@ class _CudnnInTwo(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, bias, out, lse, *drawn = ctx.saved_tensors
         cut, keys, run = k.shape[2] - CUT, k.shape[2], torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         found = []
@@ -180,7 +180,7 @@ def operator(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Var
     PyTorch's are called without `sdpa_kernel`, which takes 20 us and turns switches that all threads see.
     """
     scale, causal, dropout, learns, device = how.scale, how.causal, how.dropout, r.gradient, tensors[0].device
-    given = {} if scale is None else {"scale": scale}  # an argument less to read
+    given: dict[str, Any] = {} if scale is None else {"scale": scale}  # an argument less to read
     if name == "triton":
         own = op.dense_at_once(learns, r.queries, r.keys, r.head**-0.5 if scale is None else scale, how)
         return lambda q, k, v, now: own(q, k, v, now.mask, now.alibi_slopes_N)
