@@ -227,10 +227,11 @@ def test_dropout():
         assert relative(own, right) <= max(1.5 * relative(other, right), FLOOR)
 
 
-def test_packed():
-    lengths = [1000, 17, 0, 256, 129]
+@pytest.mark.parametrize("lengths", [[1000, 17, 0, 256, 129], [3, 70, 1, 0, 64, 17, 5, 130, 2, 2]], ids=len)
+@pytest.mark.parametrize("head", [40, 64, 80, 128])
+def test_packed(lengths, head):
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
-    tensors = [normal(sum(lengths), heads, 64, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((4, 2, 2))]
+    tensors = [normal(sum(lengths), heads, head, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((4, 2, 2))]
 
     def packed(q, k, v):
         return flash_attention_varlen(q, k, v, starts, starts, causal=True)

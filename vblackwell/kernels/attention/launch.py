@@ -17,6 +17,7 @@ from vblackwell.kernels.attention.blocks import Bounds, TileLists, bits_of, list
 from vblackwell.kernels.attention.device import INTERPRETED, Form, Given, Numbers
 from vblackwell.kernels.attention.forward import attend
 from vblackwell.kernels.attention.plan import (
+    SHORT,
     SPECIALIZED_TRITON,
     AttentionPlan,
     lse_of,
@@ -120,6 +121,11 @@ class _Call:
         return self.options.max_k - self.options.max_q if self.options.bottom_right else 0
 
     @property
+    def short(self) -> bool:
+        """Whether packed sequences are short on the average."""
+        return self.varlen and max(self.lengths) <= SHORT * self.batch
+
+    @property
     def scored(self) -> bool:
         return bool(self.options.softcap or self.options.dropout or self.options.slopes_N is not None)
 
@@ -128,7 +134,7 @@ class _Call:
             return AttentionPlan(32, 32, 4, 1)
         shared_bytes = torch.cuda.get_device_properties(self.q.device).shared_memory_per_block_optin
         # Changed scores take registers, with any mask.
-        kind = "scored" if self.scored else self.mask_kind
+        kind = "scored" if self.scored else "short" if self.short else self.mask_kind
         return plan_for(kernel, self.head, self.q.element_size(), shared_bytes, kind)
 
     def specialized(self) -> AttentionPlan | None:

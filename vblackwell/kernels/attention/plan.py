@@ -71,7 +71,14 @@ _HALF_SCORED = {
 # And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while
 # the other computes.
 _HALF_ADDED = {**_HALF_SCORED, (LARGE, 128): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 64, 4, 2, True))}
-_BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
+# Packed sequences that are, on the average, no longer than a tile of these: two or three programs share a
+# multiprocessor.
+SHORT = 64
+_HALF_SHORT = {
+    (LARGE, 64): (P(64, 64, 4, 2), P(64, 64, 4, 2), P(64, 64, 4, 2)),
+    (LARGE, 128): (P(64, 64, 4, 2), P(64, 32, 4, 2), P(32, 64, 4, 2)),
+}
+_BY_KIND = {"short": _HALF_SHORT, "boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # hopper.py's forward, by padded head: two groups of 64 queries.
 SPECIALIZED = {
     64: P(128, 128, 4, 3, True, 168, True),
@@ -109,7 +116,7 @@ CHUNK = 512  # keys of a row that are added up on their own, before they are mer
 
 
 def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
-    """The plan of ``kernel``; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
+    """The plan of ``kernel``; ``kind``: 'none', 'boolean', 'additive', 'scored' or 'short'."""
     width = max(64, padded_head(head))
     if itemsize != 2:
         plans = _SINGLE[width]
