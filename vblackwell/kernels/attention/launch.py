@@ -17,6 +17,7 @@ from vblackwell.kernels.attention.blocks import Bounds, TileLists, bits_of, list
 from vblackwell.kernels.attention.device import INTERPRETED, Form, Given, Numbers
 from vblackwell.kernels.attention.forward import attend
 from vblackwell.kernels.attention.plan import (
+    BY_ADDRESS,
     SHORT,
     SPECIALIZED_TRITON,
     AttentionPlan,
@@ -266,7 +267,7 @@ class _Call:
         length, tile, heads = (
             (options.max_k, plan.columns, self.kv_heads) if by_column else (options.max_q, plan.rows, self.num_heads)
         )
-        tma = plan.tma and self.takes_tma(*(x for x, side in tiled if side))
+        tma = plan.tma and max(self.lengths) > BY_ADDRESS and self.takes_tma(*(x for x, side in tiled if side))
         width = padded_head(self.head)
         blocks = [[1, 1, getattr(plan, side), width] if tma and side else None for _, side in tiled]
         written = [x for x in outputs if isinstance(x, Tensor) and x is not lse]  # not numbers of rows

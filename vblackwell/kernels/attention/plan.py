@@ -112,6 +112,7 @@ _PAGED = {
     (SMALL, 128): (P(64, 32, 4, 2),) * 2,
     (SMALL, 256): (P(32, 32, 8, 2),) * 2,
 }
+BY_ADDRESS = 128  # queries and keys up to which tiles come by address: a descriptor takes the host 5 us
 CHUNK = 512  # keys of a row that are added up on their own, before they are merged with those before
 
 
