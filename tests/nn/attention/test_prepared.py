@@ -93,8 +93,8 @@ def test_masks_on_the_cpu_give_the_bits_of_pytorchs_way():
         assert name == "flash" and torch.equal(got, wanted)
 
 
-def bias_of(mask, q, keys, multiple):
-    return operators._bias_of(mask, q.dtype, keys, multiple)(mask, q)
+def bias_of(mask, q, keys, multiple, captured=False):
+    return operators._bias_of(mask, q.dtype, keys, multiple, captured)(mask, q)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,8 @@ def bias_of(mask, q, keys, multiple):
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("multiple", [16, 1])
-def test_a_mask_becomes_what_efficient_and_cudnn_read(shape, dtype, multiple):
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_mask_becomes_what_efficient_and_cudnn_read(shape, dtype, multiple, captured):
     queries, keys = 7, 21 if shape[-1] == 1 else shape[-1]
     q = torch.empty(2, 4, queries, 8, dtype=torch.bfloat16)
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(7))
@@ -110,10 +111,17 @@ def test_a_mask_becomes_what_efficient_and_cudnn_read(shape, dtype, multiple):
     whole = mask.expand(2, 4, queries, keys)
     wanted = torch.zeros_like(whole, dtype=q.dtype).masked_fill(~whole, -torch.inf) if dtype == torch.bool else whole
     with poisoned():
-        bias = bias_of(mask, q, keys, multiple)
+        bias = bias_of(mask, q, keys, multiple, captured)
     assert torch.equal(bias.expand(whole.shape), wanted.to(q.dtype)) and bias.dtype == q.dtype
     assert bias.stride(3) == 1 and not any(step % multiple for step in bias.stride()[:3])
     assert not torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).isnan().any()  # what pads a row is read
+
+
+def test_a_default_device_makes_no_numbers_of_masks():
+    operators._shown_and_hidden.cache_clear()
+    with torch.device("meta"):
+        kept = operators._shown_and_hidden(torch.bfloat16, torch.device("cpu"))
+    assert [x.item() for x in kept] == [0.0, -torch.inf]
 
 
 def test_a_mask_that_is_as_it_should_be_is_read_as_it_is():

@@ -74,7 +74,16 @@ def _rows(q: Tensor, keys: int, multiple: int, *lead: int) -> Tensor:
     return q.new_zeros((*lead, padded))[..., :keys]  # what pads a row is read, multiplied by zero: it must be finite
 
 
-def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Callable[[Any, Tensor], Tensor]:
+@functools.cache
+def _shown_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """0 and -inf; copied from the host, which waits until they are there, because all streams read them."""
+    with torch.inference_mode(False):
+        return torch.tensor([0.0, -torch.inf], dtype=dtype, device="cpu").to(device).unbind()
+
+
+def _bias_of(
+    mask: Tensor, dtype: torch.dtype, keys: int, multiple: int, captured: bool = False
+) -> Callable[[Any, Tensor], Tensor]:
     """What makes numbers to add, (1 or B, 1 or N, 1 or S, T) in ``dtype``, rows at multiples of ``multiple`` elements,
     of a mask that is laid out as ``mask``, given it and the queries."""
     lead = (None,) * (4 - mask.dim())
@@ -85,6 +94,9 @@ def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Call
     *steps, last = like.stride()
     sizes, boolean, along = like.shape[:3], like.dtype == torch.bool, like.shape[3] == keys
     fits = along and like.dtype == dtype and last == 1 and not any(step % multiple for step in steps)
+    # In one call, where rows are as they should be; a graph would make the numbers, for others to read too early.
+    selects = boolean and along and keys % multiple == 0 and like.is_contiguous() and not captured
+    numbers = _shown_and_hidden(dtype, mask.device) if selects else ()
 
     def bias(mask: Any, q: Tensor) -> Tensor:
         if lead:
@@ -93,6 +105,8 @@ def _bias_of(mask: Tensor, dtype: torch.dtype, keys: int, multiple: int) -> Call
             mask = mask.narrow(dim, 0, 1)
         if fits and not mask.data_ptr() % 32:
             return mask
+        if selects:
+            return torch.where(mask, *numbers)
         made = _rows(q, keys, multiple, *sizes)
         if boolean:  # of 1 the logarithm is 0, of 0 -inf: in one launch
             return torch.log(mask if along else mask.expand(made.shape), out=made)
@@ -197,7 +211,9 @@ def operator(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Var
     if HAS_OPERATORS and name == "flash" and r.device == "cuda" and r.head % 8 == 0:  # else PyTorch pads it
         run = _TORCH._scaled_dot_product_flash_attention
         return lambda q, k, v, now: run(q, k, v, dropout, causal, **given)[0]
-    bias_of = None if how.mask is None else _bias_of(how.mask, r.dtype, r.keys, 1 if name == "cudnn" else ROW)
+    bias_of = (
+        None if how.mask is None else _bias_of(how.mask, r.dtype, r.keys, 1 if name == "cudnn" else ROW, r.captured)
+    )
     if HAS_OPERATORS and name == "cudnn" and bias_of is not None:  # it reads a bias as it is, and takes no bounds
         if learns and in_two(r.keys):
             return lambda q, k, v, now: _CudnnInTwo.apply(q, k, v, bias_of(now.mask, q), scale)
