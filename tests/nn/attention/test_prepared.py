@@ -438,7 +438,7 @@ def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
     tensors = qkv(4, kv_heads, 9, 12)
     how = Variant(masks(9, 12).get(kind), **options, scale=0.3)
     request = dispatcher.request_of(*tensors, how)
-    run = operators.operator("efficient", request, tensors, how, False)
+    run = operators.operator("efficient", request, how, tensors[0].device, False)
     assert run is not None
     torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))
     torch.testing.assert_close(run(*tensors, how), BACKENDS["math"].run(*tensors, how))  # what is kept is not written
@@ -447,7 +447,7 @@ def test_what_efficient_is_given(kind, options, kv_heads, monkeypatch):
 def test_kept_bounds_may_be_saved_for_a_backward(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_dot_product_efficient_attention", written_out)
     tensors, how = qkv(keys=12), Variant(window=3)
-    run = operators.operator("efficient", dispatcher.request_of(*tensors, how), tensors, how, False)
+    run = operators.operator("efficient", dispatcher.request_of(*tensors, how), how, tensors[0].device, False)
     assert run is not None
     operators._kept_bounds_bias.cache_clear()
     with torch.inference_mode():
@@ -498,7 +498,7 @@ def test_gradients_of_cudnn_s_two_calls_are_those_of_one(keys, scale, monkeypatc
     tensors = qkv(4, 2, 9, keys)
     how = Variant(masks(9, keys)["boolean"], scale=scale)
     request = dispatcher.request_of(*tensors, how)._replace(gradient=True)
-    run = operators.operator("cudnn", request, tensors, how, True)
+    run = operators.operator("cudnn", request, how, tensors[0].device, True)
     assert run is not None
     got = with_gradients(lambda q, k, v: run(q, k, v, how), tensors)
     wanted = with_gradients(lambda q, k, v: BACKENDS["math"].run(q, k, v, how), tensors)
@@ -508,22 +508,32 @@ def test_gradients_of_cudnn_s_two_calls_are_those_of_one(keys, scale, monkeypatc
 
 
 def test_where_pytorch_chooses_the_same_it_runs_itself(monkeypatch):
-    """With gradients: an operator's other results would become Python's objects, which the backward frees."""
+    """An operator's other results would become Python's objects, which backward's thread had to wait for."""
     called, real = [], functional.scaled_dot_product_attention
     monkeypatch.setattr(
         functional, "scaled_dot_product_attention", lambda *given, **how: called.append(1) or real(*given, **how)
     )
-    for kv_heads, how in ((4, Variant()), (2, Variant(causal=True, scale=0.3))):
+    added = masks(9, 9)["added"]
+    for kv_heads, how in (
+        (4, Variant()),
+        (2, Variant(causal=True, scale=0.3)),
+        (4, Variant(added)),
+        (4, Variant(torch.cat([torch.zeros(1), added.flatten()])[1:].view(9, 9))),  # not at a multiple of 32 bytes
+        (4, Variant(added.expand(2, 4, 9, 9))),
+    ):
         tensors = qkv(kv_heads=kv_heads)
-        for backend in ("auto", "flash", "math"):
-            got = with_gradients(lambda q, k, v, how=how, backend=backend: attention(q, k, v, how, backend)[0], tensors)
-            wanted = with_gradients(lambda q, k, v, how=how: BACKENDS["math"].run(q, k, v, how), tensors)
+        wanted = with_gradients(lambda q, k, v, how=how: BACKENDS["math"].run(q, k, v, how), tensors)
+        for _ in range(2):
+            called.clear()
+            got, name = attention(*tensors, how)
+            assert called and name == "flash"
+            torch.testing.assert_close(got, wanted[0])
+            got = with_gradients(lambda q, k, v, how=how: attention(q, k, v, how)[0], tensors)
             for one, other in zip(got, wanted, strict=True):
                 torch.testing.assert_close(one, other)
-        assert len(called) == 1
+            assert len(called) == 2
         called.clear()
-        attention(*tensors, how)
-        assert not called
+        assert attention(*tensors, Variant(scale=0.3), "flash")[1] == "flash" and not called  # as it was asked for
 
 
 def test_strides_that_the_cpu_s_operator_takes_for_granted_run_elsewhere():

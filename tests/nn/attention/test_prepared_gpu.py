@@ -119,7 +119,7 @@ def exactly(tensors, mask):
 @CUDNN_TAKES_MASKS
 @pytest.mark.parametrize("kind", ["boolean", "padding", "added", "transposed", "expanded"])
 @pytest.mark.parametrize(("queries", "keys"), [(63, 257), (5, 7), (300, 200), (2, 384)])
-@pytest.mark.parametrize(("kv_heads", "head"), [(4, 64), (2, 64), (1, 128)])
+@pytest.mark.parametrize(("kv_heads", "head"), [(4, 64), (2, 64), (1, 128), (4, 176), (2, 256)])
 def test_masks_on_cudnn_are_those_of_the_unfused_one(kind, queries, keys, kv_heads, head):
     tensors = qkv(4, kv_heads, queries, keys, head, "cuda", torch.bfloat16)
     found = masks(queries, keys, "cuda")
@@ -154,14 +154,14 @@ def assert_right_far_below_zero(tensors, mask):
 
 @CUDNN_TAKES_MASKS
 @pytest.mark.parametrize("keys", [3, 17, 55, 63, 65, 96, 128, 200, 256, 257, 384])
-@pytest.mark.parametrize("head", [40, 64, 128])
+@pytest.mark.parametrize("head", [40, 64, 128, 136, 160, 192, 224, 256])
 def test_masks_on_cudnn_where_all_scores_are_far_below_zero(keys, head):
     assert_right_far_below_zero(far_below_zero(keys, 2, head), masks(70, keys, "cuda")["boolean"])
 
 
 @CUDNN_TAKES_MASKS
 @pytest.mark.parametrize("keys", [64, 192, 320, 704])
-@pytest.mark.parametrize(("kv_heads", "head"), [(2, 40), (2, 64), (1, 128)])
+@pytest.mark.parametrize(("kv_heads", "head"), [(2, 40), (2, 64), (1, 128), (2, 160), (1, 256)])
 def test_masks_on_cudnn_whose_backward_is_two_calls(keys, kv_heads, head, monkeypatch):
     """As in long calls: its backward over so many keys at once gives NaN far below zero."""
     monkeypatch.setitem(SMALL, (True, False), 0)
@@ -215,3 +215,30 @@ def test_a_captured_call_is_a_call_of_its_own():
         graph.replay()
     assert name in ("cudnn", "efficient") and other == "triton"
     assert (eager - captured).norm() <= 1e-2 * eager.norm()  # bf16's roundings to 2^-9
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", ["none", "causal", "added"])
+@pytest.mark.parametrize(("queries", "keys", "head"), [(1, 512, 64), (9, 48, 32), (63, 257, 64), (200, 192, 176)])
+def test_what_is_chosen_freely_is_right(kv_heads, kind, queries, keys, head):
+    """By PyTorch's own way, or by an operator; eager and in a graph."""
+    keys = queries if kind == "causal" else keys
+    tensors = qkv(4, kv_heads, queries, keys, head, "cuda", torch.bfloat16)
+    mask = masks(queries, keys, "cuda")["added"].to(torch.bfloat16) if kind == "added" else None
+    how = Variant(mask, kind == "causal")
+    exact = with_gradients(
+        lambda q, k, v: attention(q, k, v, how._replace(mask=None if mask is None else mask.double()), "math")[0],
+        [x.double() for x in tensors],
+    )
+    for _ in range(2):
+        got = with_gradients(lambda q, k, v: attention(q, k, v, how)[0], tensors)
+        for one, other in zip(got, exact, strict=True):
+            # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
+            assert (one - other).norm() <= 2e-2 * other.norm()
+        alone = attention(*tensors, how)[0]
+        assert (alone - exact[0]).norm() <= 2e-2 * exact[0].norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(*tensors, how)[0]
+    graph.replay()
+    assert (captured - exact[0]).norm() <= 2e-2 * exact[0].norm()

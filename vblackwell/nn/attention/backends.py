@@ -11,7 +11,7 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from vblackwell.nn.attention.documents import Documents, mask_or_documents
 from vblackwell.nn.attention.operators import (
     HAS_CUDNN_BACKWARD,
     HAS_OPERATORS,
-    SDP,
+    ROW,
     Run,
     in_two,
     operator,
@@ -36,6 +36,7 @@ from vblackwell.nn.attention.operators import (
 )
 from vblackwell.nn.attention.request import (
     PLAIN,
+    SDP,
     AttentionRequest,
     Variant,
     computes_at_once,
@@ -46,6 +47,7 @@ from vblackwell.nn.attention.request import (
 KIND = "attention"  # of its entries in runtime/tuning.py
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_MASKS = 91900  # the release, as torch.backends.cudnn.version() says it
+LIGHT = 1 << 28  # operations of a forward that 'efficient' computes in about the time that the host calls it in
 MAX_BOUNDED_SCORES = 1 << 22  # of bounds that become a mask: 8 MB
 # By name here, because every call asks them, and each attribute on the way costs.
 _deterministic, _flash_enabled = torch._C._get_deterministic_algorithms, torch._C._get_flash_sdp_enabled
@@ -121,9 +123,9 @@ def _cudnn_mask_reasons(r: AttentionRequest) -> Iterator[str]:
         yield "a mask together with dropout"
     if r.mask_gradient:
         yield "the mask wants a gradient"
-    if r.gradient and r.head > 128:
-        yield "gradients with a mask, at a head over 128"
-    if r.gradient and in_two(r.keys) and (r.small or not HAS_CUDNN_BACKWARD):
+    # For what else is small another backend takes less than a second call.
+    twice = not r.small or (r.captured and r.head > 128)
+    if r.gradient and in_two(r.keys) and not (twice and HAS_CUDNN_BACKWARD):
         yield "gradients with a mask, with 64 keys in the last 128: its backward takes two calls"
 
 
@@ -177,18 +179,32 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
         return ("flash", "math", "triton", "cudnn", "efficient")
     if r.dtype == torch.float32:
         return ("efficient", "triton", "math", "cudnn", "flash")
-    if r.small and (r.mask != "none" or r.bounded):
-        # In a graph the copies that 'efficient' needs of shared heads are more kernels.
-        copied = r.captured and r.heads != r.kv_heads
-        return ("cudnn", *(("triton", "efficient") if copied else ("efficient", "triton")), "flash", "math")
-    if r.mask != "none":  # whose tiles the own kernel skips where they hide all; of numbers that is rare
-        added = r.mask == "additive" and r.gradient and r.head <= 64
-        return (*(("cudnn", "triton") if added else ("triton", "cudnn")), "flash", "efficient", "math")
     # For a few queries flash splits the keys over programs.
-    first = ("cudnn", "flash") if r.queries > 16 and r.capability >= (9, 0) else ("flash", "cudnn")
-    if r.small and not r.deterministic:
-        return (*first, "efficient", "triton", "math")
-    return (first[0], "triton", first[1], "efficient", "math")
+    long = ("cudnn", "flash") if r.queries > 16 and r.capability >= (9, 0) else ("flash", "cudnn")
+    copied = r.kv_heads not in (1, r.heads)  # 'efficient' gets copies of shared heads
+    if r.small and not r.captured:
+        first = () if r.chosen is None else (r.chosen,)  # a call as PyTorch makes it takes the host least
+        if r.operations < LIGHT and r.keys <= 256 and not copied and not (r.gradient and r.mask != "boolean"):
+            # But for this operator, unless a bias has to be copied for it; its kernel takes no longer than the host.
+            first = ("efficient", *first) if r.mask == "none" or r.keys % ROW == 0 else first
+        if r.mask != "none" or r.bounded:
+            return _once((*first, "cudnn", "efficient", "triton", "flash", "math"))
+        if not r.deterministic:
+            return _once((*first, *long, "efficient", "triton", "math"))
+    elif r.small and r.mask != "none":  # in a graph copies are kernels too
+        first = ("efficient",) if r.keys <= 16 and not copied and not (r.gradient and r.head > 64) else ()
+        return _once((*first, "cudnn", *(("triton", "efficient") if copied else ("efficient", "triton")), "math"))
+    elif r.captured and r.mask == "none" and not r.gradient and max(r.queries, r.keys) <= 64:  # cuDNN takes 3 us more
+        return _once((*(("efficient",) if r.head <= 32 and not copied else ()), "flash", "cudnn", "triton", "math"))
+    if r.mask != "none":  # whose tiles the own kernel skips where they hide all; of numbers that is rare
+        added = r.mask == "additive" and r.head <= 64
+        helped = r.captured and r.gradient and r.operations < 1 << 32  # by a dozen kernels, of 20 us
+        return (*(("cudnn", "triton") if added or helped else ("triton", "cudnn")), "flash", "efficient", "math")
+    return (long[0], "triton", long[1], "efficient", "math")
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
@@ -238,7 +254,7 @@ def attention(
     key = _key(q_BNSH, k_BKTH, v_BKTH, variant, backend, surroundings)
     if (prepared := _prepared.get(key)) is None:
         how, request, name = _checked(q_BNSH, k_BKTH, v_BKTH, variant, backend)
-        run = operator(name, request, (q_BNSH, k_BKTH, v_BKTH), how, backend == "auto")
+        run = operator(name, request, how, q_BNSH.device, backend == "auto")
         if run is None:
             seen, runs = {"causal": how.causal, "window": how.window}, BACKENDS[name].run
             run = lambda q, k, v, now: runs(q, k, v, now._replace(**seen))  # noqa: E731

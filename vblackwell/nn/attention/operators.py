@@ -4,7 +4,7 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +25,6 @@ ROW = 16  # elements: 'efficient' reads a bias whose rows are at multiples of 32
 HAS_OPERATORS = all(hasattr(torch, f"_scaled_dot_product_{name}") for name in _OPERATORS)
 HAS_CUDNN_BACKWARD = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward")
 CUT = 32  # keys
-SDP = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
 
 def run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -178,30 +173,41 @@ class _CudnnInTwo(torch.autograd.Function):
         return dq.add_(more), *(torch.cat(pair, 2) for pair in zip(first, last, strict=True)), None, None
 
 
-def _is_pytorchs_choice(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Variant) -> bool:
-    """Whether plain `scaled_dot_product_attention` would run ``name`` for calls without a mask as this one."""
-    choose = getattr(torch, "_fused_sdp_choice", None)
-    if choose is None or r.mask != "none" or r.bounded or r.softcap or r.alibi:
-        return False
-    grouped = r.heads != r.kv_heads
-    return choose(*tensors, None, how.dropout, how.causal, scale=how.scale, enable_gqa=grouped) == SDP[name].value
+def _plainly(r: AttentionRequest, how: Variant) -> Run:
+    """PyTorch's `scaled_dot_product_attention`. An operator's other results, which autograd keeps, would be Python's
+    objects too, which the thread of the backward had to wait for."""
+    run, dropout, causal = functional.scaled_dot_product_attention, how.dropout, how.causal
+    given: dict[str, Any] = {} if how.scale is None else {"scale": how.scale}
+    if r.heads != r.kv_heads:
+        given["enable_gqa"] = True
+    if r.mask == "none" and not given:
+        return lambda q, k, v, now: run(q, k, v, None, dropout, causal)
+    if r.mask == "none":
+        return lambda q, k, v, now: run(q, k, v, None, dropout, causal, **given)
+
+    def added(q: Tensor, k: Tensor, v: Tensor, now: Variant) -> Tensor:
+        assert now.mask is not None
+        mask = now.mask if not now.mask.data_ptr() % 32 else now.mask.clone()  # kernels read it aligned
+        return run(q, k, v, mask, dropout, causal, **given)
+
+    return added
 
 
-def operator(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Variant, free: bool) -> Run | None:
+def operator(name: str, r: AttentionRequest, how: Variant, device: torch.device, free: bool) -> Run | None:
     """What backend ``name``, of a ``free`` choice or asked for, runs for such requests where nothing is traced, with
-    ``how`` and ``tensors`` (queries, keys, values) like these, none of which are kept; None: what it runs anywhere.
+    ``how``, whose tensors are looked at and not kept; None: what it runs anywhere.
 
     PyTorch's are called without `sdpa_kernel`, which takes 20 us and turns switches that all threads see.
     """
-    scale, causal, dropout, learns, device = how.scale, how.causal, how.dropout, r.gradient, tensors[0].device
+    scale, causal, dropout, learns = how.scale, how.causal, how.dropout, r.gradient
     given: dict[str, Any] = {} if scale is None else {"scale": scale}  # an argument less to read
     if name == "triton":
         own = op.dense_at_once(learns, r.queries, r.keys, r.head**-0.5 if scale is None else scale, how)
         return lambda q, k, v, now: own(q, k, v, now.mask, now.alibi_slopes_N)
-    if free and learns and name in SDP and _is_pytorchs_choice(name, r, tensors, how):
-        # By an operator what autograd keeps would become Python's too, which backward's thread had to wait for.
-        whole = {**given, "enable_gqa": True} if r.heads != r.kv_heads else given
-        return lambda q, k, v, now: functional.scaled_dot_product_attention(q, k, v, None, dropout, causal, **whole)
+    wrong = r.mask != "none" and learns and in_two(r.keys)  # by cuDNN
+    least = name == "efficient" and not learns and (r.mask == "none" or r.keys % ROW == 0)  # of the host, by itself
+    if free and r.chosen == name and not wrong and not least:
+        return _plainly(r, how)
     if HAS_OPERATORS and name == "cudnn" and r.mask == "none":
         run = _TORCH._scaled_dot_product_cudnn_attention
         return lambda q, k, v, now: run(q, k, v, None, learns, dropout, causal, **given)[0]
@@ -211,9 +217,8 @@ def operator(name: str, r: AttentionRequest, tensors: Sequence[Tensor], how: Var
     if HAS_OPERATORS and name == "flash" and r.device == "cuda" and r.head % 8 == 0:  # else PyTorch pads it
         run = _TORCH._scaled_dot_product_flash_attention
         return lambda q, k, v, now: run(q, k, v, dropout, causal, **given)[0]
-    bias_of = (
-        None if how.mask is None else _bias_of(how.mask, r.dtype, r.keys, 1 if name == "cudnn" else ROW, r.captured)
-    )
+    multiple = 1 if name == "cudnn" else ROW
+    bias_of = None if how.mask is None else _bias_of(how.mask, r.dtype, r.keys, multiple, r.captured)
     if HAS_OPERATORS and name == "cudnn" and bias_of is not None:  # it reads a bias as it is, and takes no bounds
         if learns and in_two(r.keys):
             return lambda q, k, v, now: _CudnnInTwo.apply(q, k, v, bias_of(now.mask, q), scale)

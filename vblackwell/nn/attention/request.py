@@ -8,9 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.backends import cuda
+from torch.nn.attention import SDPBackend
 
 from vblackwell.kernels.runtime import registry
 
+SDP = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 # Operations of a forward, by whether there is a mask, or bounds that PyTorch needs one for, and whether it is captured,
 # under which launches decide: 100 us of the host, or 10 us of a graph's small kernels, are what the faster of two
 # kernels saves at 580 TFLOP/s against 127 with masks, or against 500 without, on an H200 (docs/journal/attention.md).
@@ -38,7 +44,8 @@ class AttentionRequest(NamedTuple):
 
     ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T); ``captured``: into a CUDA graph, where the
     host's time does not count; ``refused``: backends that PyTorch does not let run on these tensors, None: it was not
-    asked, as in plans and traces, whose tensors are not those that run.
+    asked, as in plans and traces, whose tensors are not those that run; ``chosen``: the one that its plain
+    `scaled_dot_product_attention` would run, None where that computes something else, or has no kernel for it.
     """
 
     device: str
@@ -64,6 +71,7 @@ class AttentionRequest(NamedTuple):
     gpu: int | None = None
     captured: bool = False
     refused: tuple[str, ...] | None = None
+    chosen: str | None = None
 
     @property
     def bounded(self) -> bool:
@@ -72,12 +80,17 @@ class AttentionRequest(NamedTuple):
         return self.window is not None or (self.causal and (self.mask != "none" or not is_square))
 
     @property
+    def operations(self) -> int:
+        """Of a forward that skips nothing."""
+        return 4 * self.batch * self.heads * self.queries * self.keys * self.head
+
+    @property
     def small(self) -> bool:
         """Whether launches take longer than what the faster kernel saves; False where the tensors are not known."""
         masked = self.mask != "none" or self.bounded
         if self.refused is None or (self.captured and self.bounded):
             return False  # in a graph, what 'efficient' needs of bounds are more kernels
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.head < SMALL[masked, self.captured]
+        return self.operations < SMALL[masked, self.captured]
 
     @property
     def kind(self) -> str:
@@ -98,12 +111,13 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
     gradient = learns and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad)
     gradients = (gradient, learns and mask is not None and mask.requires_grad)
     planes, deterministic = 0 if mask is None else mask.shape[:-2].numel(), torch.are_deterministic_algorithms_enabled()
-    refused, captured = None, False
-    if computes_at_once(q_BNSH, k_BKTH, v_BKTH):
-        refused, captured = _refused(q_BNSH, k_BKTH, v_BKTH, variant), is_captured(q_BNSH)
-    rest = (deterministic, q_BNSH.shape[0], planes, device.index, captured, refused)
+    rest = (deterministic, q_BNSH.shape[0], planes, device.index)
     what = (*sizes, kind, *bounds, *changes, *gradients, *rest)
-    return AttentionRequest(device.type, capability, q_BNSH.dtype, *what)
+    request = AttentionRequest(device.type, capability, q_BNSH.dtype, *what)
+    if not computes_at_once(q_BNSH, k_BKTH, v_BKTH):
+        return request
+    request = request._replace(captured=is_captured(q_BNSH), refused=_refused(q_BNSH, k_BKTH, v_BKTH, variant))
+    return request._replace(chosen=_chosen(request, q_BNSH, k_BKTH, v_BKTH, variant))
 
 
 def computes_at_once(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -140,3 +154,17 @@ def _refused(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[str, ..
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):  # it would be rounded; the own kernel reads it
         accepts["cudnn"] = False
     return tuple(name for name, accepted in accepts.items() if not accepted)
+
+
+def _chosen(r: AttentionRequest, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> str | None:
+    """What PyTorch would choose, of what it computes as we do: a mask is added in the queries' type, key by key."""
+    mask, choose = variant.mask, getattr(torch, "_fused_sdp_choice", None)
+    if choose is None or r.bounded or r.softcap or r.alibi or r.mask == "boolean" or min(r.queries, r.keys) == 0:
+        return None
+    if mask is not None and (mask.dtype != q.dtype or mask.dim() not in (2, 4) or mask.requires_grad):
+        return None
+    if mask is not None and (mask.shape[-1] != r.keys or mask.stride(-1) != 1):
+        return None
+    how = {"scale": variant.scale, "enable_gqa": r.heads != r.kv_heads}
+    number = choose(q, k, v, mask, variant.dropout, variant.causal, **how)
+    return {backend.value: name for name, backend in SDP.items()}.get(number)
