@@ -8,8 +8,9 @@ import torch
 from tests.kernels.attention.oracle import DEVICE, gradients, inputs, normal, plain, relative
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen, new_seed
+from vblackwell.kernels.attention.op import dense_at_once, flash_attention, flash_attention_varlen, new_seed
 from vblackwell.kernels.attention.reference import attention_reference
+from vblackwell.nn.attention.request import Variant
 
 # Relative RMS error. fp32: sums of some hundred terms, each product and exponential of 2^-23. fp16: probabilities,
 # score gradients and the result are rounded to 2^-11 each.
@@ -305,3 +306,15 @@ def test_what_a_backward_needs_goes_through_the_hooks_of_saved_tensors():
     got = torch.autograd.grad(out.sum(), (q, k, v))
     wanted = torch.autograd.grad(flash_attention(q, k, v, mask=mask).sum(), (q, k, v))
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+def test_masks_and_slopes_that_are_negatives_of_memory():
+    """As imaginary parts of conjugates are: kernels read memory."""
+    q, k, v = inputs(1, 2, 1, 9, 9, 16, torch.float32)
+    mask, slopes = normal(9, 9), normal(2).abs()
+    wanted = flash_attention(q, k, v, mask=-mask, alibi_slopes_N=-slopes)
+    mask, slopes = torch._neg_view(mask), torch._neg_view(slopes)
+    assert mask.is_neg() and slopes.is_neg()
+    assert torch.equal(flash_attention(q, k, v, mask=mask, alibi_slopes_N=slopes), wanted)
+    own = dense_at_once(False, 9, 9, 0.25, Variant(mask, alibi_slopes_N=slopes))
+    assert torch.equal(own(q, k, v, mask, slopes), wanted)

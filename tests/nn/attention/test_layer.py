@@ -199,6 +199,7 @@ H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
         ({"queries": 64, "keys": 64, "refused": ("cudnn",), "kv_heads": 4}, "flash"),
         ({"queries": 64, "keys": 64, "refused": (), "captured": True}, "flash"),
         ({"queries": 64, "keys": 64, "refused": (), "captured": True, "head": 32}, "efficient"),
+        ({"queries": 64, "keys": 64, "refused": (), "captured": True, "head": 32, "window": 5}, "triton"),
         ({"queries": 64, "keys": 64, "refused": (), "captured": True, "gradient": True}, "cudnn"),
         ({"queries": 64, "keys": 65, "refused": (), "captured": True}, "cudnn"),
         ({"queries": 512, "keys": 512, "refused": (), "chosen": "flash"}, "flash"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as fwAD
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -186,7 +187,9 @@ def surroundings(monkeypatch) -> list:
             torch.use_deterministic_algorithms(False)
 
     kernels = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    orders = [[SDPBackend.FLASH_ATTENTION, *kernels], [SDPBackend.CUDNN_ATTENTION, *kernels]]
     return [
+        *(sdpa_kernel([*dict.fromkeys(order)], set_priority=True) for order in orders),
         *(captured(), deterministic(), torch.no_grad(), use_backend("attention", "math")),
         *map(sdpa_kernel, kernels),
     ]
@@ -263,6 +266,9 @@ def test_no_call_runs_as_the_last_one_that_differs_in_anything(monkeypatch):
         assert not runs_as_the_last(**first) and not runs_as_the_last(**first)
     with AnotherDispatchMode():
         assert not runs_as_the_last(**first) and not runs_as_the_last(**first)
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fake = {name: mode.from_tensor(x) for name, x in first.items()}
+            assert not runs_as_the_last(**fake, window=fake["q"].shape[2])  # a symbol has no hash
     with torch.inference_mode():
         assert not runs_as_the_last(**first)
     runs_as_the_last(**first)
@@ -276,6 +282,18 @@ def test_no_call_runs_as_the_last_one_that_differs_in_anything(monkeypatch):
     torch.func.grad(transformed)(first["v"])
     wrapped = torch.nn.Parameter(first["v"], requires_grad=False)
     assert not runs_as_the_last(first["q"], first["k"], wrapped)
+
+
+def test_calls_that_take_turns_are_checked_once(checks, monkeypatch):
+    """And compared by what was made then: to make a comparison takes longer than to look a key up."""
+    made, make = [], registry.comparison_with
+    monkeypatch.setattr(registry, "comparison_with", lambda given: made.append(1) or make(given))
+    shapes = [qkv(keys=keys) for keys in (9, 12)]
+    for _ in range(3):
+        for q, k, v in shapes:
+            attention(q, k, v)
+            attention(q, k, k)  # one tensor twice
+    assert len(checks) == len(made) == 2
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -310,14 +328,24 @@ def test_what_is_refused_is_refused_again():
     assert len(dispatcher._prepared) == 1
 
 
-def test_no_tensor_is_kept_alive():
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["boolean", "added", "alibi"])
+def test_no_tensor_is_kept_alive(backend, kind, monkeypatch):
+    monkeypatch.setattr(dispatcher, "choose_attention", lambda request, name: name)
     q, k, v = qkv()
-    mask, slopes = torch.ones(9, 9, dtype=torch.bool), torch.ones(4)
-    attention(q, k, v, Variant(mask, alibi_slopes_N=slopes))
+    mask, slopes = masks(9, 9).get(kind), torch.ones(4) if kind == "alibi" else None
+    how = Variant(mask, alibi_slopes_N=slopes)
+    request = dispatcher.request_of(q, k, v, how)
+    run = operators.operator(backend, request, how, q.device, True)
+    if backend == "math" or (backend == "flash" and slopes is None):
+        attention(q, k, v, how, backend)
+    del how
+    mask, slopes = (torch.empty(0) if x is None else x for x in (mask, slopes))
     dead = [weakref.ref(x) for x in (q, k, v, mask, slopes)]
     del q, k, v, mask, slopes
     gc.collect()
-    assert dispatcher._prepared and not any(ref() is not None for ref in dead)
+    assert not any(ref() is not None for ref in dead)
+    del run
 
 
 def test_the_users_switches_are_obeyed():
@@ -364,8 +392,8 @@ def test_a_window_as_long_as_the_sequence_hides_nothing(causal, queries, keys, b
 def test_no_more_is_kept_than_fits(monkeypatch):
     monkeypatch.setattr(dispatcher, "MAX_PREPARED", 3)
     for keys in range(1, 9):
-        attention(*qkv(queries=1, keys=keys))
-        assert len(dispatcher._prepared) <= 3
+        attention(*qkv(queries=1, keys=keys), Variant(scale=1.0 / keys))
+        assert len(dispatcher._prepared) <= 3 and len(dispatcher._last) <= 3
 
 
 def test_new_times_are_chosen_by(monkeypatch, tmp_path):
@@ -373,8 +401,9 @@ def test_new_times_are_chosen_by(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "machine", lambda device: {"gpu": "none"})
     attention(*qkv())
     assert dispatcher._prepared
+    assert dispatcher._last
     tuning.store(dispatcher.KIND, torch.device("cuda", 0), {})
-    assert not dispatcher._prepared
+    assert not dispatcher._prepared and not dispatcher._last
 
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
@@ -423,7 +452,8 @@ def test_threads_get_their_own_answers():
 
 def written_out(q, k, v, bias, learns, dropout, causal, *, scale=None):
     """What PyTorch's 'efficient' computes, and what it asks of a bias."""
-    assert k.shape == (*q.shape[:2], *k.shape[2:]) and not causal or bias is None
+    assert k.shape == v.shape == (*q.shape[:2], *k.shape[2:])
+    assert not causal or bias is None
     if bias is not None:
         assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype
         assert bias.stride(3) == 1 and not any(step % 16 for step in bias.stride()[:3])

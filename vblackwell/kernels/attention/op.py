@@ -79,7 +79,7 @@ def flash_attention(
     planes = 0 if mask is None else mask.shape[:-2].numel()
     if q_BNSH.is_cuda and (reasons := grid_reasons(q_BNSH.shape[0], planes)):
         raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
-    mask = None if mask is None else mask.detach()[(None,) * (4 - mask.dim())]
+    mask = None if mask is None else _as_read(mask)
     tensors, lengths = (
         (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed),
         (None, None, q_BNSH.shape[2], k_BKTH.shape[2]),
@@ -87,17 +87,22 @@ def flash_attention(
     return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
 
 
+def _as_read(mask: Tensor) -> Tensor:
+    """(.., S, T) as kernels read it: (1 or B, 1 or N, S, T), and what it says in memory, not the negative of it."""
+    return mask.detach().resolve_neg()[(None,) * (4 - mask.dim())]
+
+
 def dense_at_once(learns: bool, queries: int, keys: int, scale: float, options: Any) -> Callable[..., Tensor]:
     """`flash_attention` of queries, keys, values, a mask or None and slopes or None, with gradients if ``learns``:
     of arguments that were checked, which have no rules of their own, and with the ``options`` of a Variant, where
     nothing traces. Half of a call's time on the host would be for that."""
-    numbers = (scale, *bounds(options.causal, options.window), options.bottom_right)
-    rest = (None, None, queries, keys, *numbers, options.softcap or 0.0, options.dropout)
+    numbers, dropout = (scale, *bounds(options.causal, options.window), options.bottom_right), options.dropout
+    rest = (None, None, queries, keys, *numbers, options.softcap or 0.0, dropout)
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes_N: Tensor | None) -> Tensor:
-        if mask is not None:
-            mask = mask.detach()[(None,) * (4 - mask.dim())]
-        seed = new_seed(q.device) if options.dropout else None
+        mask = None if mask is None else _as_read(mask)
+        slopes_N = None if slopes_N is None else slopes_N.resolve_neg()
+        seed = new_seed(q.device) if dropout else None
         return _at_once(learns, q, k, v, (mask, slopes_N, seed, *rest))
 
     return run
@@ -148,7 +153,7 @@ def _attend(  # type: ignore[no-untyped-def]
     seed = None if not dropout else new_seed(q.device) if seed is None else seed
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = (mask, slopes_N, seed, *lengths, scale, left, right, bottom_right, softcap or 0.0, dropout)
-    if runs_directly(q, k, v):
+    if runs_directly(q, k, v, *[x for x in (mask, slopes_N, seed, *lengths[:2]) if x is not None]):
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         return _at_once(learns, q, k, v, options)
     return _attention(q, k, v, *options)[0]
@@ -219,22 +224,22 @@ def _launches() -> Any:
     return launch
 
 
+def _launch_options(options: tuple[Any, ...]) -> Any:
+    *others, scale, left, right, bottom_right, softcap, dropout = options
+    numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
+    return _launches().Options(*others, *numbers)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     refuse_forward_mode("attention")
-    launch = _launches()
-    *tensors_and_lengths, scale, left, right, bottom_right, softcap, dropout = options
-    numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
     with on_device(q):
-        return launch.forward(q, k, v, launch.Options(*tensors_and_lengths, *numbers))
+        return _launches().forward(q, k, v, _launch_options(options))
 
 
 def _gradients(dout: Tensor, tensors: Sequence[Tensor], options: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Of queries, keys and values; ``tensors``: these, the output and the log-sum-exps."""
-    launch = _launches()
-    *tensors_and_lengths, scale, left, right, bottom_right, softcap, dropout = options
-    numbers = (float(scale), left, right, bottom_right, float(softcap), float(dropout))  # none may be an int
     with on_device(dout):
-        return launch.backward(dout, *tensors, launch.Options(*tensors_and_lengths, *numbers))
+        return _launches().backward(dout, *tensors, _launch_options(options))
 
 
 class _AtOnce(torch.autograd.Function):

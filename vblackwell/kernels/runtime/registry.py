@@ -39,6 +39,7 @@ _any_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
 _tensor_guards: Any = getattr(_guards, "TensorGuards", None)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NO_GUARD = nullcontext()  # of the device that is current: to enter one costs more than a launch
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
 
@@ -184,7 +185,7 @@ def runs_directly(*tensors: Tensor) -> bool:
         return False
     if forward_ad._current_level >= 0:  # noqa: SLF001
         return False
-    return all([type(x) is Tensor and not (x.is_neg() or x.is_meta) for x in tensors])
+    return all([type(x) in _PLAIN and not (x.is_neg() or x.is_meta) for x in tensors])
 
 
 def comparison_with(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:

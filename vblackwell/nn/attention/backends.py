@@ -5,7 +5,7 @@ Of those that accept a request the one runs that takes the least time of what ``
 has measured on this machine; where nothing was measured, and under ``torch.compile``, which cannot read the tables, the
 order is that of ``preference``. A call is checked, and its backend chosen, once for all calls alike: `_key` is what
 they have in common, and what is kept for it runs the backend's operator itself. Since a key takes longer to make and
-find than all else here, a call is compared first with the last one of its options (`_Last`).
+find than all else here, a call is compared first with the last one of its options (`_last`).
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -53,7 +53,8 @@ MAX_BOUNDED_SCORES = 1 << 22  # of bounds that become a mask: 8 MB
 _deterministic, _flash_enabled = torch._C._get_deterministic_algorithms, torch._C._get_flash_sdp_enabled
 _efficient_enabled, _cudnn_enabled = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 _grad_enabled, _any_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
-_function_modes = torch._C._len_torch_function_stack
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_priorities = getattr(torch._C, "_get_sdp_priority_order", tuple)
 
 
 # Generators: whether one refuses is asked at every call, and only what is read is written out.
@@ -194,7 +195,8 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
     elif r.small and r.mask != "none":  # in a graph copies are kernels too
         first = ("efficient",) if r.keys <= 16 and not copied and not (r.gradient and r.head > 64) else ()
         return _once((*first, "cudnn", *(("triton", "efficient") if copied else ("efficient", "triton")), "math"))
-    elif r.captured and r.mask == "none" and not r.gradient and max(r.queries, r.keys) <= 64:  # cuDNN takes 3 us more
+    elif r.captured and not (r.mask != "none" or r.bounded or r.gradient) and max(r.queries, r.keys) <= 64:
+        # cuDNN takes 3 us more
         return _once((*(("efficient",) if r.head <= 32 and not copied else ()), "flash", "cudnn", "triton", "math"))
     if r.mask != "none":  # whose tiles the own kernel skips where they hide all; of numbers that is rare
         added = r.mask == "additive" and r.head <= 64
@@ -234,10 +236,10 @@ def attention(
     mask, causal, bottom_right, window, scale, softcap, slopes_N, dropout = variant
     options = (causal, bottom_right, window, scale, softcap, dropout, mask is None, slopes_N is None, backend)
     surroundings: tuple[Any, ...] = ()
-    if not (is_compiling() or (_function_modes() and registry.functions_are_seen())):
+    if not (is_compiling() or _dispatch_modes() or (_function_modes() and registry.functions_are_seen())):
         surroundings = _surroundings(q_BNSH)
         last = _last.get(options)
-        if last is not None and last.surroundings == surroundings:
+        if last is not None and last.alike is not None and last.surroundings == surroundings:
             is_alike = not (q_BNSH.is_nested or k_BKTH.is_nested or v_BKTH.is_nested)
             if slopes_N is not None:
                 given = _given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N)
@@ -259,14 +261,12 @@ def attention(
             seen, runs = {"causal": how.causal, "window": how.window}, BACKENDS[name].run
             run = lambda q, k, v, now: runs(q, k, v, now._replace(**seen))  # noqa: E731
         if len(_prepared) >= MAX_PREPARED:
-            _prepared.clear()
-        prepared = _prepared[key] = run, name
-    if (alike := registry.comparison_with(_given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N))) is not None:
-        if len(_last) >= MAX_PREPARED:
-            _last.clear()
-        _last[options] = _Last(surroundings, alike, *prepared)
-    run, name = prepared
-    return run(q_BNSH, k_BKTH, v_BKTH, variant), name
+            _forget()
+        alike = registry.comparison_with(_given(q_BNSH, k_BKTH, v_BKTH, mask, slopes_N))
+        prepared = _prepared[key] = _Prepared(run, name, surroundings, alike)
+    if prepared.alike is not None:
+        _last[options] = prepared
+    return prepared.run(q_BNSH, k_BKTH, v_BKTH, variant), prepared.name
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) -> tuple[Variant, AttentionRequest, str]:
@@ -281,20 +281,18 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, variant: Variant, backend: str) ->
     return variant, request, choose_attention(request, backend)
 
 
-class _Last(NamedTuple):
-    """The last call of some options: what else it depended on, and what ran it."""
+class _Prepared(NamedTuple):
+    """What runs calls alike, and on which backend; and how one tells that another call is such."""
 
-    surroundings: tuple[Any, ...]
-    alike: Callable[
-        ..., bool
-    ]  # asked of tensors; it ends the process at nested ones, and two that are one are not alike
     run: Run
     name: str
+    surroundings: tuple[Any, ...]
+    alike: Callable[..., bool] | None  # `registry.comparison_with` its tensors
 
 
-# What runs calls of a `_key`, and on which backend. Reading and writing one is a step for every other thread.
-_prepared: dict[tuple[Any, ...], tuple[Run, str]] = {}
-_last: dict[tuple[Any, ...], _Last] = {}
+# By `_key`, and the last one by options. Reading and writing one is a step for every other thread.
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
+_last: dict[tuple[Any, ...], _Prepared] = {}
 MAX_PREPARED = 4096  # keys; lengths that grow by one with every token would fill the memory in the end
 
 
@@ -314,6 +312,7 @@ def _surroundings(q: Tensor) -> tuple[Any, ...]:
         _flash_enabled(),
         _efficient_enabled(),
         _cudnn_enabled(),
+        *_priorities(),
         _grad_enabled(),
         forward_ad._current_level,  # noqa: SLF001
         _any_autocast() and torch.get_autocast_dtype("cuda" if q.is_cuda else "cpu"),

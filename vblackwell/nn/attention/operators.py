@@ -20,7 +20,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 # PyTorch's operators by themselves, which are private; a release that has other ones runs them through `run_sdpa`.
 _TORCH: Any = torch
 _OPERATORS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-MAX_KEPT_SCORES = 1 << 18  # of bounds that became numbers: 512 KB
+MAX_KEPT_BYTES = 1 << 19  # of bounds that became numbers
 ROW = 16  # elements: 'efficient' reads a bias whose rows are at multiples of 32 bytes
 HAS_OPERATORS = all(hasattr(torch, f"_scaled_dot_product_{name}") for name in _OPERATORS)
 HAS_CUDNN_BACKWARD = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward")
@@ -129,11 +129,12 @@ def _kept_bounds_bias(stream: int, sizes: tuple[int, ...], *what: Any) -> Tensor
 
 def _bounds_of(r: AttentionRequest, how: Variant, device: torch.device) -> Callable[[], Tensor]:
     """What gives the bounds of calls as ``r`` as numbers to add, (S, T), or (B, N, S, T) where they have no mask: kept
-    where they are small, 4 MB in all, but not in a graph, which would need them for as long as it may be replayed."""
+    where they are small, 8 of them, but not in a graph, which would need them for as long as it may be replayed."""
     sizes = (r.batch, r.heads, r.queries, r.keys) if r.mask == "none" else (r.queries, r.keys)
     seen = (*op.bounds(how.causal, how.window), r.keys - r.queries if how.bottom_right else 0)
     what = (r.queries, r.keys, *seen, r.dtype, device)
-    if r.captured or r.queries * r.keys > MAX_KEPT_SCORES:
+    size_bytes = r.queries * -(-r.keys // ROW) * ROW * r.dtype.itemsize
+    if r.captured or size_bytes > MAX_KEPT_BYTES:
         return lambda: _bounds_bias(*what).expand(sizes)
     if device.type != "cuda":
         return lambda: _kept_bounds_bias(0, sizes, *what)
@@ -149,7 +150,8 @@ def in_two(keys: int) -> bool:
 class _CudnnInTwo(torch.autograd.Function):
     """cuDNN with a bias (.., T) over keys of which 64 are left over by 128. Its backward gives NaN there where
     log-sum-exps are low (pytorch/pytorch#196678), so it is called for the last `CUT` keys alone and for those before:
-    either gives the gradients of its keys, and its part of the queries', by the log-sum-exps of all.
+    either gives the gradients of its keys, and its part of the queries', by the log-sum-exps of all. The two parts are
+    rounded before they are added: the last keys' is small.
     """
 
     @staticmethod
@@ -170,7 +172,8 @@ class _CudnnInTwo(torch.autograd.Function):
             rest = (*drawn, bias[..., start:end], *sizes, 0.0, False)
             found.append(run(dout, q, *some, out, lse, *rest, scale=ctx.scale))
         (dq, *first), (more, *last) = found
-        return dq.add_(more), *(torch.cat(pair, 2) for pair in zip(first, last, strict=True)), None, None
+        pairs = zip(first, last, ctx.needs_input_grad[1:3], strict=True)
+        return dq.add_(more), *(torch.cat(pair, 2) if wanted else None for *pair, wanted in pairs), None, None
 
 
 def _plainly(r: AttentionRequest, how: Variant) -> Run:
@@ -197,7 +200,8 @@ def operator(name: str, r: AttentionRequest, how: Variant, device: torch.device,
     """What backend ``name``, of a ``free`` choice or asked for, runs for such requests where nothing is traced, with
     ``how``, whose tensors are looked at and not kept; None: what it runs anywhere.
 
-    PyTorch's are called without `sdpa_kernel`, which takes 20 us and turns switches that all threads see.
+    PyTorch's are called without `sdpa_kernel`, which takes 20 us and turns switches that all threads see; `_plainly`
+    obeys them, as PyTorch itself does.
     """
     scale, causal, dropout, learns = how.scale, how.causal, how.dropout, r.gradient
     given: dict[str, Any] = {} if scale is None else {"scale": scale}  # an argument less to read

@@ -23,6 +23,10 @@ SDP = {
 SMALL = {(False, False): 1 << 36, (False, True): 0, (True, False): 1 << 34, (True, True): 1 << 30}
 
 
+# By itself, because every call asks it; it is there where CUDA is.
+_captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
 class Variant(NamedTuple):
     """What is attended, in addition to queries, keys and values; as in ``flash_attention``."""
 
@@ -131,7 +135,7 @@ def computes_at_once(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_captured(q: Tensor) -> bool:
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return q.is_cuda and _captures()
 
 
 def _refused(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[str, ...]:
