@@ -14,7 +14,9 @@ def qkv(heads=4, kv_heads=4, queries=9, keys=9, head=16, device="cpu", dtype=tor
 
 def with_gradients(function, tensors) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = function(*leaves)
+    out = 1 * function(
+        *leaves
+    )  # autograd's thread has no CUDA context before its first kernel: cuBLAS would warn of it
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 

@@ -227,7 +227,8 @@ def test_a_captured_call_is_a_call_of_its_own():
 @pytest.mark.parametrize(("queries", "keys", "head"), [(1, 512, 64), (9, 48, 32), (63, 257, 64), (200, 192, 176)])
 def test_what_is_chosen_freely_is_right(kv_heads, kind, queries, keys, head):
     """By PyTorch's own way, or by an operator; eager and in a graph."""
-    keys = queries if kind == "causal" else keys
+    if kind == "causal":  # of one key the gradients of scores are zero, but for roundings
+        queries = keys = max(2, queries)
     tensors = qkv(4, kv_heads, queries, keys, head, "cuda", torch.bfloat16)
     mask = masks(queries, keys, "cuda")["added"].to(torch.bfloat16) if kind == "added" else None
     how = Variant(mask, kind == "causal")
