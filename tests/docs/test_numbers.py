@@ -59,8 +59,8 @@ def clipped() -> set[str]:
     return {f"{speed['streamed'] / speed['plain']:.3f}", f"{speed['streamed'] / speed['fsdp2']:.2f}"}
 
 
-def lines(date: str) -> set[str]:
-    speed, held = offload(date), offload(date, "peak_reserved")
+def lines(date: str, of_plain: str) -> set[str]:
+    speed, held = (offload(of_plain, key) | offload(date, key) for key in ("tokens_per_second", "peak_reserved"))
     rss = offload(date, "host_rss")["lines"]
     ratios = {f"{speed['lines'] / speed['plain']:.3f}", f"{held['plain'] / held['lines']:.2f}", f"{rss / 1e9:.1f}"}
     memory = {f"{held['lines'] / 1e9:.2f}", f"{held['plain'] / 1e9:.1f}"}
@@ -107,9 +107,9 @@ def two_part() -> set[str]:
 
 
 SOURCES = {
-    "three lines of Python, clipping on": lambda: lines("2026-11-26T19:20"),
-    "three lines, no clipping": lambda: lines("2026-11-26T19:23"),
-    "three lines, every step clips": lambda: lines("2026-11-26T19:21"),
+    "three lines of Python, clipping on": lambda: lines("2026-11-27T22:29", "2026-11-27T22:29"),
+    "three lines, no clipping": lambda: lines("2026-11-27T22:31", "2026-11-27T22:29"),
+    "three lines, every step clips": lambda: lines("2026-11-27T22:32", "2026-11-27T22:29"),
     "streamed, every setting by hand": streamed,
     "the same over peers": streamed,
     "the same over our own resident run": streamed,
