@@ -42,7 +42,8 @@ class StepControl(Mover):
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
-        # In a backward that no update follows, no weights are locked: gradients may have their places.
+        # Where no update begins before the step, no weights are locked any more when the last gradients come: these
+        # have their places.
         self.gradients = GradientCollector(shared, found.max_in_flight, found.max_locked if found.on_level0 else 0)
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
@@ -102,7 +103,7 @@ class StepControl(Mover):
     def _send_gradient(self, buffer: GradientBuffer) -> None:
         adding = self.gradients.close(buffer)
         update = self._update_from(buffer, adding)
-        stays = update is None and self._clips_again and self._places[buffer.group] is self.level0
+        stays = update is None and self.level0 is not None and buffer.group in self.level0.staying
         self.gradients.send(buffer, update, stays=stays)
         self.gradient_sent(buffer.group)
 

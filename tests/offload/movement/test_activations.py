@@ -27,6 +27,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTenso
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
+from vblackwell.offload.movement import activations
 from vblackwell.offload.movement.activations import ActivationStore, Ticket
 
 CHECKPOINTING = [case for case in CASES if case.name != "mlp"]  # that one calls torch's checkpoint by itself
@@ -405,6 +406,24 @@ def test_what_comes_next_is_loaded_ahead(stack: VGPUStack, store: ActivationStor
         loads.append(moved(stack)[1] // BOUNDARY_BYTES)
     assert AHEAD == 3 and NEWEST == 2
     assert loads == [2, 3, 4, 5, 6, 6, 6, 6]  # the newest two are there; then always three more than were asked for
+
+
+def test_large_inputs_of_checkpoints_come_one_by_one_next_to_small_ones(
+    stack: VGPUStack, store: ActivationStore, monkeypatch: pytest.MonkeyPatch
+):
+    """As many as the largest tensor of a checkpoint allows, whichever of them is asked for: no load is cancelled."""
+    ahead = lambda size, room, on_gpu: 1 if size >= BOUNDARY_BYTES else 3  # noqa: E731
+    monkeypatch.setattr(activations, "checkpoints_ahead", ahead)
+    large, small = [], []
+    for _ in range(8):
+        with store.hooks():
+            large.append(store.pack(torch.randn(TOKENS, WIDTH)))
+            small.append(store.pack(torch.randn(TOKENS, WIDTH // 2)))
+    for pair in reversed(list(zip(large, small, strict=True))):
+        for ticket in pair:
+            store.unpack(ticket)
+            assert sum(each.boundary.load is not None for each in large) <= 1
+    assert moved(stack)[1] == 7 * (BOUNDARY_BYTES + BOUNDARY_BYTES // 2)  # the newest checkpoint's never left
 
 
 def test_what_was_loaded_in_vain_is_let_go(stack: VGPUStack, store: ActivationStore, no_collector: None):

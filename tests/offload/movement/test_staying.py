@@ -206,6 +206,30 @@ def test_a_batch_that_is_given_up_leaves_no_bytes_on_level0(late: bool, make_sta
     assert equal(model, plain) and given_up == [True] * 4
 
 
+def test_a_step_after_an_interrupted_forward_waits_with_its_updates(make_stack: MakeStack):
+    """What that forward has pinned is not updated at once, as on a GPU: the next forward lets it go first."""
+    model, plain = enabled(make_stack, 1 << 20, late=True)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if module is model and offload_of(model).step_control.num_steps == 2:
+            inner = [each for each in model.modules() if isinstance(each, nn.Linear)][0]
+            hook = inner.register_forward_pre_hook(stop)
+            with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+                DECODER.loss(model, 3)
+            hook.remove()
+            weights = offload_of(model).weights
+            assert any(
+                weights.is_pinned(group) and offload_of(model).gradients.stays(group) for group in weights._groups
+            )
+
+    train(model, plain, interrupt, zero)
+    offload_of(model).finish()
+    assert equal(model, plain)
+
+
 def test_closing_gives_back_what_stayed(make_stack: MakeStack):
     model, stack = build(DECODER), make_stack(1 << 20)
     enable_vgpu_stack_optimization(model, stack, update="device", placement="streamed")

@@ -389,10 +389,13 @@ class ActivationStore:
 
     def _prefetch(self, asked: Ticket) -> None:
         on_gpu, room = self._device.type == "cuda", self._stack.levels[0].capacity_bytes
-        wanted = asked.before(checkpoints_ahead(asked.boundary.span_bytes, room, on_gpu=on_gpu))
+        # Of a checkpoint the largest counts: by each tensor it would be another number, and loads would be cancelled.
+        largest = max(ticket.boundary.span_bytes for ticket in [asked, *asked.before(1)])
+        wanted = asked.before(checkpoints_ahead(largest, room, on_gpu=on_gpu))
+        first = wanted[-1].call if wanted else asked.call
         coming = []
         for boundary in _alive(self._coming):
-            if wanted and wanted[-1].call <= boundary.last_call <= asked.call:
+            if first <= boundary.last_call <= asked.call:
                 coming.append(boundary)
             else:
                 self._cancel(boundary)  # backward took another way

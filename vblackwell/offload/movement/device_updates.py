@@ -69,6 +69,7 @@ class DeviceUpdates(Mover):
         self._factor: tuple[Tensor, Tensor] | None = None  # of the last step that clipped, and on the device
         self._trace = AccessTrace()  # of early updates
         self._expecting = False
+        self.staying: list[Group] = []  # whose gradients are to stay until the step
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
         self._newest: LaneEnd | None = None
 
@@ -85,9 +86,11 @@ class DeviceUpdates(Mover):
         if not self._expecting:
             self._expecting = True
             self.start_all_due()
-            first = [group for group in self._groups if group in self.groups and group not in self._sliced]
+            able = self.groups if after_step else ()
+            first = [group for group in self._groups if group in able and group not in self._sliced]
+            self.staying = [group for group in first if group.trainable()][: self._max_locked]
             early = [self._groups[index] for index in self._trace.last_pass]
-            self._lane.expect(first[: self._max_locked] if after_step else early)
+            self._lane.expect(self.staying if after_step else early)
             self._lane.pump()
 
     def commit(self, group: Group, shadows: Ranges) -> None:
@@ -182,7 +185,8 @@ class DeviceUpdates(Mover):
         (`advance`), when all but a gradient that stayed comes from storage.
         """
         self._start_due(group)  # of another step, whose turn is first
-        at_once = self.at_once or (self._gradients.stays(group) and self._lane.is_ahead(group))
+        stayed = self._gradients.stays(group) and self._lane.is_ahead(group)
+        at_once = self.at_once or (stayed and not self._weights.is_pinned(group))
         if at_once:  # before it is due: it would be made later, when others of its step were not
             self._unlock_group(group)
             self._weights.refuse_in_use(group)
@@ -222,11 +226,11 @@ class DeviceUpdates(Mover):
             readers, gradient = list[Transfer](), None if staying is None else staying.bytes
             try:
                 readers.append(self._queue(group, jobs, gradient, factor, None, stored=staying is None))
+                del self._due[group]
+                self._states[group].update_is_queued()
             finally:
                 if staying is not None:
                     self._gradients.end_staying(staying, *readers)
-            del self._due[group]
-            self._states[group].update_is_queued()
 
     def _lock_or_load(self, group: Group) -> LoadedWeights | None:
         """The weights that the next forward will use, locked, or on their way there; None where they have no room."""
