@@ -186,6 +186,7 @@ def test_one_block_gets_a_multiprocessor_where_each_can_have_one():
         assert needed <= asked <= 227 * 1024 < 2 * asked
         assert mma_plan.launch_bytes(needed, 128, h100) == needed
     # Those of an RTX 5090 begin early, too, and have 100 KB, of which each block takes 1 KB more than it asks for
+    assert mma_plan.launch_bytes(40 * 1024, 46, Gpu((8, 6), 46, 0.448e6)) == 40 * 1024  # its launches do not overlap
     asked = mma_plan.launch_bytes(40 * 1024, 96, Gpu((12, 0), 170, 1.792e6))
     assert asked <= 99 * 1024 and 2 * (asked + 1024) > 100 * 1024
 

@@ -67,8 +67,9 @@ def round_up(a: int, unit: int) -> int:
 
 def launch_bytes(shared_bytes: int, blocks: int, gpu: Gpu) -> int:
     """Shared memory to ask for: where each of ``blocks`` can have a multiprocessor, so much that no two of the next
-    product, which begin while this one's run, share one and take several times as long."""
-    return max(shared_bytes, gpu.multiprocessor_bytes // 2) if blocks <= gpu.processors else shared_bytes
+    product, which begin while this one's run (from capability 9.0 on), share one and take several times as long."""
+    apart = gpu.capability[0] >= 9 and blocks <= gpu.processors
+    return max(shared_bytes, gpu.multiprocessor_bytes // 2) if apart else shared_bytes
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def _resident(plan: MmaPlan, k: int, gpu: Gpu) -> int:
     """Blocks of ``plan`` that a multiprocessor holds at a time."""
     registers = 128 if plan.tokens > 16 else 96  # of a thread
     by_memory = gpu.multiprocessor_bytes // (plan.shared_bytes(k) + 1024)
-    return min(_REGISTERS // (plan.threads * registers), max(1, by_memory))
+    return max(1, min(_REGISTERS // (plan.threads * registers), by_memory))
 
 
 def mma_us(plan: MmaPlan, m: int, n: int, k: int, gpu: Gpu) -> float:
