@@ -130,6 +130,7 @@ def step_again(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("after_backward", "after_step"),
@@ -154,6 +155,7 @@ def test_a_gradient_that_changes_does_not_stay(
     assert equal(model, plain)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("level0_kib", [104, 128, 192])
 def test_gradients_give_way_where_level0_is_small(level0_kib: int, late: bool, make_stack: MakeStack):
