@@ -24,7 +24,7 @@ MAX_KEPT_BYTES = 1 << 19  # of bounds that became numbers
 ROW = 16  # elements: 'efficient' reads a bias whose rows are at multiples of 32 bytes
 HAS_OPERATORS = all(hasattr(torch, f"_scaled_dot_product_{name}") for name in _OPERATORS)
 HAS_CUDNN_BACKWARD = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward")
-CUT = 32  # keys
+CUT = 32  # keys of the second call of `_CudnnInTwo`; those before are then no 64 over a multiple of 128
 
 
 def run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
