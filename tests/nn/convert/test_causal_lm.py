@@ -11,10 +11,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.nn.convert import fused_modules
 from vblackwell.nn.convert.causal_lm import _why_not_loss, accelerate_causal_lm, is_accelerated, restore_causal_lm
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, release
 from vblackwell.offload.layout.groups import find_groups
@@ -37,7 +39,7 @@ MODELS = {
     "Qwen3": ({**SHAPE, "head_dim": 8}, {"norm": 9, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
     "Phi3": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
     "Mixtral": (MOE, {"norm": 5, "gate": 2, "rotary": 2, "loss": 1}, ""),
-    "GPT2": (GPT2, {"loss": 1}, ""),
+    "GPT2": (GPT2, {"activation": 2, "loss": 1}, ""),
     "Gemma2": ({**SHAPE, "head_dim": 8}, {"rotary": 2}, "weight * x / rms"),  # 1 + weight, GELU, capped logits
     "Cohere": (SHAPE, {"feed_forward": 2}, "a scale or a cap"),  # neighbouring pairs, scaled logits
     # A scale of 1 unless it is given.
@@ -91,6 +93,30 @@ def test_only_positions_that_are_given_are_asked_about(monkeypatch: pytest.Monke
         model(input_ids=ids, use_cache=False, position_ids=packed)
         plain(input_ids=ids, use_cache=False)
         assert len(asked) == 2
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_accurate"])
+def test_gelu_that_is_spelled_out_is_one_operation_on_a_gpu(name, monkeypatch):
+    module, x = ACT2FN[name], torch.linspace(-8, 8, 1001, requires_grad=True)
+    (expected_grad,) = torch.autograd.grad(module(x).sum(), x)
+    swapped = copy.deepcopy(module)
+    found = fused_modules.fused_gelu(swapped)
+    assert isinstance(found, dict)
+    fused_modules.swap(swapped, found)
+    assert torch.equal(swapped(x), module(x))  # on the CPU bits stay
+    monkeypatch.setattr(fused_modules, "on_gpu", lambda x: True)
+    y = swapped(x)
+    assert "Gelu" in y.grad_fn.name()
+    # The same formula in fp32 in another order, over values to 8; the other formula is off by 4e-4.
+    torch.testing.assert_close(y, module(x), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected_grad, rtol=1e-5, atol=2e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert swapped(x.detach().bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
+def test_activations_that_are_one_operation_or_another_formula_stay(name):
+    assert fused_modules.fused_gelu(ACT2FN[name]) is None
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -154,6 +154,29 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
     return why or {"forward": forward}
 
 
+def fused_gelu(module: nn.Module) -> Overrides | str | None:
+    """As `fused_norm`, for GELU that is spelled out: on a GPU one pass over memory, in the input's type, where autocast
+    makes of each power and product another fp32 tensor of the feed-forward's width."""
+    forward: Any = inspect.unwrap(plain_class(module).forward)
+    spelled = {"tanh", "erf"} & set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    if "GELU" not in type(module).__name__ or not spelled or module._modules or module._parameters:
+        return None
+    x, found = torch.linspace(-6, 6, 97, device="cpu"), "it computes something else than GELU"
+    for approximate in ("tanh", "none"):
+        ours = functools.partial(functional.gelu, x, approximate=approximate)
+        if not (found := _why_not(lambda: type(module).forward(twin_of(module), x), ours, found)):
+            return {"forward": _gelu_forward(plain_class(module), approximate)}
+    return found
+
+
+@functools.cache
+def _gelu_forward(original: Any, approximate: str) -> Callable[..., Tensor]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return functional.gelu(input, approximate=approximate) if on_gpu(input) else original.forward(self, input)
+
+    return forward
+
+
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
 
@@ -455,6 +478,7 @@ def _only_adapter(module: Any, x: Tensor) -> str | None:
 KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
     "norm": fused_norm,
     "feed_forward": fused_feed_forward,
+    "activation": fused_gelu,
     "gate": fused_gate,
     "layer": fused_layer,
     "rotary": fused_rotation,
