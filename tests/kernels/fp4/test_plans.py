@@ -286,13 +286,13 @@ def test_plans_without_clusters_cover_k(m, n, k):
 @pytest.mark.parametrize("m", [1, 3, 8, 16])
 def test_x_comes_in_bulk_where_it_may(m):
     common = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
-    for n, k in (*common, (40, 1024), (128256, 8192), (64, 65536), (2048, 28672)):
+    for n, k in (*common, (40, 1024), (128256, 8192), (64, 65536), (2048, 28672), (832, 960), (70000, 512)):
         plan = mma_plan.plan_mma(m, n, k, H200)
         assert 0 < plan.chunk < k // 64 // plan.splits + plan.k_warps * plan.prefetch
         assert plan.shared_bytes(k, norm=True) <= 227 * 1024 and plan.threads <= 1024
         # A chunk is copied while others are read, or it is the only one.
         assert plan.x_stages > 1 or plan.chunk >= k / 64 / plan.splits
-    for other in ((m, 4096, 4104, H200), (m, 4096, 960, H200), (m, 4096, 4096, A100)):
+    for other in ((m, 4096, 4104, H200), (m, 4096, 448, H200), (m, 4096, 4096, A100)):
         assert not mma_plan.plan_mma(*other).chunk
     assert not mma_plan.plan_mma(m, 4096, 4096, H200, bulk=False).chunk
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)

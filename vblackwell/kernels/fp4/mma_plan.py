@@ -147,9 +147,9 @@ def fits_with_norm(plan: MmaPlan, k: int) -> bool:
     return plan.shared_bytes(k, norm=True) <= SHARED_BYTES
 
 
-def takes_bulk(k: int) -> bool:
+def takes_bulk(k: int, least: int = 1024) -> bool:
     """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (Compilers trace this.)"""
-    return k % 64 == 0 and k >= 1024
+    return k % 64 == 0 and k >= least
 
 
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
@@ -167,6 +167,8 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
     (docs/journal/fp4.md)."""
     if timed := _TIMED.get((gpu.capability, gpu.processors), {}).get((tokens, n, k)):
         return _with_x(MmaPlan(tokens, *timed, 4), k)
+    if not takes_bulk(k):
+        return _plan_short(tokens, n, k, gpu)
     preferred = 2 if tokens > 1 else 1
     _, _, _, row_warps, splits = min(
         (waves, row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps, splits)
@@ -178,6 +180,27 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
     most = 8 if tokens > 8 and share > 64 else 16
     k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), most)
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
+
+
+def _plan_short(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
+    """x in bulk copies where K is below 1024: blocks in fewest waves, in which a multiprocessor has least to do, half
+    of K each or else two windows more; of the numbers of K warps that leave a scheduler fewest windows one that makes
+    four warps, or eight of a larger weight. On an H100 within 6 % of the fastest of 20 plans in the seven of ten cells
+    where it was among them (docs/journal/fp4.md)."""
+    windows, more = ceil_div(k, 64), {1: 0} if tokens <= 2 else {1: 2, 2: 0}
+    _, _, row_warps, splits = min(
+        (waves, row_warps * ceil_div(windows, splits) + more[splits], row_warps, splits)
+        for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), more)
+        for waves in [ceil_div(ceil_div(n, 32 * row_warps) * splits, gpu.processors)]
+    )
+    share, usual = ceil_div(windows, splits), 4 if row_warps == 1 else 8
+
+    def cost(k_warps: int) -> tuple[int, int]:
+        warps = row_warps * k_warps
+        return ceil_div(warps, 4) * ceil_div(share, k_warps), abs(warps - usual)
+
+    k_warps = min(range(1, min(16 // row_warps, share) + 1), key=cost)
+    return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 2), k)
 
 
 # What plans without clusters and bulk copies are compared by, in cycles of a scheduler.
@@ -259,7 +282,7 @@ def plan_mma(m: int, n: int, k: int, gpu: Gpu, bulk: bool = True, one_block: boo
     if not gpu.clusters:
         return min(_plans_without_clusters(m, k, one_block), key=lambda plan: mma_us(plan, m, n, k, gpu))
     tokens = min(1 << (m - 1).bit_length(), 16)
-    if bulk and takes_bulk(k):
+    if bulk and takes_bulk(k, 1024 if one_block else 512):
         return _plan_bulk(tokens, n, k, gpu)
     # Row warps that cover N in about one block a multiprocessor, at most 8.
     tall = next((warps for warps in (1, 2, 4) if ceil_div(n, 32 * warps) <= gpu.processors), 8)
