@@ -271,7 +271,8 @@ def _quantize_flags(parser: Any) -> None:
 def _estimate_flags(parser: Any) -> None:
     add = parser.add_argument
     kinds = "Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory."
-    add("model", type=str, nargs="?", help=f"{kinds} Without one: the largest models for this machine.")
+    without = "Without one: the largest models for this machine. With --gpu and nothing else of a run: every way."
+    add("model", type=str, nargs="?", help=f"{kinds} {without}")
     add("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
     add("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
     add("--batch-size", type=int, default=8, help="Sequences in one forward.")
@@ -292,22 +293,28 @@ def _estimate_flags(parser: Any) -> None:
 
 
 def _estimate(given: dict[str, Any]) -> int:
-    if "model" not in given:
-        known = ("gpu", "host_memory", "disk_memory", "json")
-        if unknown := [name for name in given if name not in known]:
-            advice = "vb estimate MODEL ..., or only --gpu, --ram and --disk"
-            raise ConfigurationError(f"--{unknown[0].replace('_', '-')} belongs to a MODEL: {advice}")
-        from vblackwell.tools.what_fits import what_fits_command
-
-        *values, as_json = map(given.get, known)
-        return what_fits_command(*values, as_json=bool(as_json))
-    given["as_json"] = given.pop("json", False)
+    known = ("gpu", "host_memory", "disk_memory", "json")
+    of_a_run = [name for name in given if name not in (*known, "model")]
+    if "model" not in given and of_a_run:
+        advice = "vb estimate MODEL ..., or only --gpu, --ram and --disk"
+        raise ConfigurationError(f"--{of_a_run[0].replace('_', '-')} belongs to a MODEL: {advice}")
     # What is imported stays: looking for garbage among it takes a tenth of the time, and a second when Python ends.
     gc.disable()
     atexit.register(gc.freeze)
     try:
+        if "model" not in given or ("gpu" in given and not of_a_run):
+            from vblackwell.planner.model_spec import fields_of
+            from vblackwell.tools.what_fits import ways_command, what_fits_command
+
+            *values, as_json = map(given.get, known)
+            if "model" not in given:
+                return what_fits_command(*values, as_json=bool(as_json))
+            fields = fields_of(given["model"])
+            if fields is not None:
+                return ways_command(given["model"], fields, *values, as_json=bool(as_json))
         from vblackwell.planner.estimate.command import estimate_command
 
+        given["as_json"] = given.pop("json", False)
         return estimate_command(**given)
     finally:
         gc.enable()

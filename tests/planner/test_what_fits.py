@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.planner import what_fits
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.model_spec import KNOWN_MODELS
-from vblackwell.planner.placement import Bounds
-from vblackwell.planner.what_fits import MIN_SPEED, WhatFits, row_of
+from vblackwell.planner.placement import Bounds, Lacking
+from vblackwell.planner.what_fits import MIN_SPEED, Fit, WhatFits, row_of
 from vblackwell.tools import what_fits as what_fits_command
 from vblackwell.trace.causal_lm import build_causal_lm
 from vblackwell.units import GiB, MiB
@@ -96,6 +98,67 @@ def test_the_answer_for_a_card(monkeypatch, capsys):
     assert what_fits_command.what_fits_command(None, "16GiB", "100GiB", as_json=False) == 0
     out = capsys.readouterr()
     assert "tiny-a" in out.out and "tokens/s" in out.out and "trying to run in FP4: tiny-a" in out.err
+
+
+def test_every_way_of_one_model(capsys):
+    """All fits a roomy card, where the packed and the resident are the quicker; of a small one the rest says what it
+    lacks, to the byte where no trace is needed."""
+    answers = WhatFits(("tiny-c",))
+    roomy = answers.ways("tiny-c", place(8 * GiB))
+    assert list(roomy) == list(what_fits.WAYS) and all(isinstance(fit, Fit) for fit in roomy.values())
+    fits = {way: fit for way, fit in roomy.items() if isinstance(fit, Fit)}
+    assert fits["run"].host < fits["run-bf16"].host and fits["adapters"].gpu < fits["adapters-bf16"].gpu
+    assert fits["train-resident"].resident and not fits["train-streamed"].resident
+    assert fits["run"].at_once == 2048 and fits["train-resident"].at_once == 2 * 64
+    assert fits["plain"].gpu > 16 * fits["plain"].parameters  # fp32: weights, gradients, moments
+    best = what_fits_command.best_of(roomy)
+    assert len(best) == 3 and {way.partition("-")[0] for way in best} <= {"run", "adapters", "train", "plain"}
+    assert all(
+        fits[way].tokens_per_second
+        == max(fit.tokens_per_second for fit in fits.values() if fit.task.partition("-")[0] == way.partition("-")[0])
+        for way in best
+    )
+    parameters = answers.parameters("tiny-c")
+    tight = answers.ways("tiny-c", place(20 * MiB, host=8 * MiB))
+    for way, bytes_a_parameter, room in (("train-resident", 18, 20), ("train-streamed", 12, 28), ("plain", 12, None)):
+        lacking = tight[way]
+        assert isinstance(lacking, Lacking)
+        assert room is None or lacking.num_bytes == bytes_a_parameter * parameters - room * MiB
+    lines = what_fits_command.way_lines("tiny-c", parameters, "a card", place(20 * MiB, host=8 * MiB), tight)
+    assert any(line.split("  ")[-1].startswith("lacks ") and "GPU memory" in line for line in lines)
+
+
+def test_the_ways_of_a_card(monkeypatch, capsys):
+    fields = KNOWN_MODELS["tiny-a"]
+    assert what_fits_command.ways_command("tiny-a", fields, "rtx 3060", "16GiB", "1GiB", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["ways"]) == set(what_fits.WAYS) and found["machine"] == "RTX 3060"
+    assert set(found["best"]) <= set(found["commands"]) <= set(found["ways"])
+    assert found["commands"]["adapters"].startswith("vb train --model FOLDER --lora 16 --use-fp4 --precision bf16")
+    assert what_fits_command.ways_command("runs/mine", fields, "rtx 3060", "16GiB", "1GiB", as_json=False) == 0
+    out = capsys.readouterr().out
+    assert "  *  run in" in out and "vb generate --model runs/mine --use-fp4 --prompt ..." in out
+    assert max(map(len, out.splitlines()[:16])) <= 120, "a screen is not wider"
+
+
+def test_what_is_to_be_typed_is_understood(capsys):
+    """All flags are known; what stops the commands is that there is no such folder."""
+    folder = "no/such/folder"
+    found = WhatFits({folder: KNOWN_MODELS["tiny-c"]}).ways(folder, place(518 * MiB, host=2 * MiB, disk=1 * GiB))
+    commands = [what_fits_command._command(way, fit, folder) for way, fit in found.items() if isinstance(fit, Fit)]
+    typed = [shlex.split(command)[1:] for command in commands if command.startswith("vb ")]
+    assert len(typed) >= 4 and any("--disk-memory" in words for words in typed)
+    for words in typed:
+        assert main(words) == 2
+        assert f"{folder}: no such folder" in capsys.readouterr().err.replace("'", "")
+
+
+def test_what_is_not_packed_says_so(monkeypatch):
+    gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    found = WhatFits({"mine": gpt2}).ways("mine", place(8 * GiB))
+    assert {way for way, fit in found.items() if isinstance(fit, Lacking)} == {"run", "adapters"}
+    assert str(found["run"]) == "has no linear that is packed"
+    assert isinstance(found["run-bf16"], Fit) and found["run-bf16"].at_once == 128  # positions that it knows
 
 
 def test_refusals():

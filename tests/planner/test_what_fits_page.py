@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vblackwell.planner.what_fits import WORDS, WhatFits
+from vblackwell.machine.rates import assumed_rates
+from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.what_fits import TASKS, WORDS, WhatFits
+from vblackwell.tools import what_fits as command
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")
@@ -39,7 +43,7 @@ def test_the_page_has_every_card_and_task():
     ]
     for card, ram, disk in SCRIPT.MACHINES:
         assert f'`vb estimate --gpu "{card}" --ram {ram}GiB --disk {disk}GiB`' in section(card)
-        assert all(f"| {words} | " in section(card) for words in WORDS.values())
+        assert all(f"| {words} | " in section(card) for words in map(WORDS.get, TASKS))
 
 
 @pytest.mark.parametrize("task", [pytest.param("run", marks=pytest.mark.slow), "train"])
@@ -48,3 +52,14 @@ def test_a_row_is_what_the_code_says(task):
     rows = re.findall(rf"^\| {WORDS[task]} \| (\S+) .*$", section("RTX 3070"), re.MULTILINE)
     fit = WhatFits(SCRIPT.MODELS).fit(task, rows[-1], SCRIPT.place(*SCRIPT.MACHINES[0]), only_resident=True)
     assert fit is not None and SCRIPT.markdown([fit])[0] in section("RTX 3070").splitlines()
+
+
+@pytest.mark.slow
+def test_the_screen_of_one_model_is_what_is_printed(monkeypatch, capsys):
+    """docs/estimate.md shows it up to what is to be typed."""
+    monkeypatch.setattr(command, "rates_of", assumed_rates)
+    shown = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8").split("```\n")[1].split("\n...")[0].split("\n")
+    model, *words = shlex.split(shown[0])[3:]
+    gpu, ram, disk = words[1::2]
+    assert command.ways_command(model, KNOWN_MODELS[model], gpu, ram, disk, as_json=False) == 0
+    assert capsys.readouterr().out.startswith("\n".join(shown[1:]))

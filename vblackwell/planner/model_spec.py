@@ -57,18 +57,27 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
     """
     if text in decoders:
         return of_decoder(text, decoders[text])
-    if text in KNOWN_MODELS:
-        return of_config(KNOWN_MODELS[text], text, seq_length)
-    path = Path(text)
-    if path.is_dir() or path.suffix == ".json":
-        return of_config(read_config(path) if path.is_dir() else read_json(path), text, seq_length)
+    fields = fields_of(text)
+    if fields is not None:
+        return of_config(fields, text, seq_length)
     if ":" in text:
         return _of_factory(text)
-    if is_hub_id(text):
-        return of_config(read_json(find_config(text)), text, seq_length)
     names = [*decoders, *KNOWN_MODELS]
     known = f"{', '.join(names)}, a Hugging Face folder or hub id, a config.json, or package.module:factory"
     raise ConfigurationError(f"model {text!r} is unknown{nearest(text, names)}; give one of {known}")
+
+
+def fields_of(text: str) -> dict[str, Any] | None:
+    """The fields of the config.json that a known name, a folder, a config.json or a hub id stands for; None of others.
+    Raises CorruptData: it is no JSON object."""
+    if text in KNOWN_MODELS:
+        return KNOWN_MODELS[text]
+    path = Path(text)
+    if path.is_dir():
+        return read_config(path)
+    if path.suffix == ".json":
+        return read_json(path)
+    return read_json(find_config(text)) if ":" not in text and is_hub_id(text) else None
 
 
 def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:

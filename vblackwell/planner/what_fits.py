@@ -1,53 +1,79 @@
-"""``vb estimate`` without a model: the largest known models that a machine trains, adapts and runs, and how fast.
+"""``vb estimate`` without flags of a run: the ways in which a machine trains, adapts and runs one model, or the largest
+known models that it does so with, and how fast.
 
-Every candidate is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation of
-its lanes, from the largest that its states do not already rule out down to the first that fits.
+A model is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation of its
+lanes; without a model, from the largest that its states do not already rule out down to the first that fits.
 
 - *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 x 1,024 tokens a step, in few forwards.
-- *adapters*: LoRA of rank 16 on every linear over a frozen base packed to nvfp4; the same batch.
-- *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values
-  once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
+- *adapters*: LoRA of rank 16 on every linear over a frozen base in bf16, or packed to nvfp4; the same batch.
+- *run*: one text of at most 2,048 tokens, linears in bf16, or packed to nvfp4. A token reads all weights and its keys
+  and values once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
+- *plain*: PyTorch alone: fp32, AdamW, one sequence of 1,024 tokens a step.
 """
 
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.nn.convert.linears import find_linears, store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters
-from vblackwell.offload.layout.generation import CacheShape, cache_shape, divide_level0, token_bytes, workspace_bytes
+from vblackwell.offload.layout.generation import (
+    CacheShape,
+    cache_shape,
+    divide_level0,
+    token_bytes,
+    workspace_bytes,
+)
 from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
-from vblackwell.planner.memory_estimate import Run
+from vblackwell.planner.memory_estimate import Run, allocatable_bytes
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
-from vblackwell.planner.placement import Space
+from vblackwell.planner.placement import Choice, Lacking, Space
+from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
 
-WORDS = {"train": "train all weights", "adapters": "train adapters over FP4", "run": "run in FP4"}
-TASKS = tuple(WORDS)
+# What `largest` asks for, and what one model is asked for.
+TASKS = ("train", "adapters", "run")
+WORDS = {
+    "run-bf16": "run in bf16",
+    "run": "run in FP4",
+    "adapters-bf16": "train adapters over bf16",
+    "adapters": "train adapters over FP4",
+    "train-streamed": "train all weights, streamed",
+    "train-resident": "train all weights, resident",
+    "plain": "plain PyTorch in fp32",
+    "train": "train all weights",
+}
+WAYS = tuple(WORDS)[:-1]
+PLACEMENTS = ("resident", "streamed")
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
 UPDATES: tuple[str | float, ...] = ("device", 0.35)
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
+MIN_PLAIN = 12.0  # fp32 weights and moments
+GROWS = 0.9  # of a step's bytes, that grow with its forward
+NOTHING = Trace((), (), (), (), 0, 0)
 TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
+Fields = Mapping[str, Any]  # of a config.json
 
 
 @dataclass(frozen=True)
 class Fit:
     """A model that a machine has room for: ``how`` is where things are, in words; ``resident``: nothing passes over the
-    link for lack of room; bytes of ``gpu``, ``host``, ``disk`` without the CUDA context."""
+    link for lack of room; bytes of ``gpu``, ``host``, ``disk`` without the CUDA context; ``at_once``: tokens of the
+    longest text, and of a forward, for which that holds."""
 
     task: str
     model: str
@@ -58,22 +84,31 @@ class Fit:
     disk: int
     resident: bool
     how: str
+    at_once: int = 0
 
 
 class WhatFits:
-    """Answers for any number of machines; ``models``: of `KNOWN_MODELS`; ``say``: told what is being tried."""
+    """Answers for any number of machines; ``models``: names of `KNOWN_MODELS`, or fields of others by their names;
+    ``say``: told what is being tried."""
 
-    def __init__(self, models: Iterable[str] = KNOWN_MODELS, say: Callable[[str], None] = lambda text: None) -> None:
-        self._say, self._names = say, models
+    def __init__(
+        self,
+        models: Iterable[str] | Mapping[str, Fields] = KNOWN_MODELS,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._say = say
+        self._fields: dict[str, Fields] = {
+            name: models[name] if isinstance(models, Mapping) else KNOWN_MODELS[name] for name in models
+        }
         self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
-        self.parameters = functools.cache(lambda name: sum(p.numel() for p in _causal_lm(name).parameters()))
-        self._packed = functools.cache(lambda name: sum(p.nbytes for p in _pack(_causal_lm(name)).parameters()))
-        self._decoding = functools.cache(_decoding)
+        self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
+        self._packed = functools.cache(lambda name: sum(p.nbytes for p in _pack(self._model(name)).parameters()))
+        self._decoding = functools.cache(self._decode)
 
     def largest(self, task: str, place: Machine) -> list[Fit]:
-        """The largest model for ``task``, and the largest that stays on the GPU if that is another."""
+        """The largest model for ``task`` of `TASKS`, and the largest that stays on the GPU if that is another."""
         found: list[Fit] = []
-        for name in sorted(self._names, key=self.parameters, reverse=True):
+        for name in sorted(self._fields, key=self.parameters, reverse=True):
             fit = self.fit(task, name, place, only_resident=bool(found))
             if fit is not None and fit.tokens_per_second >= MIN_SPEED[task]:
                 found.append(fit)
@@ -81,15 +116,30 @@ class WhatFits:
                     break
         return found
 
+    def ways(self, name: str, place: Machine) -> dict[str, Fit | Lacking]:
+        """How ``name`` fits ``place`` in each of `WAYS`, or what it lacks."""
+        return {way: self._way(way, name, place) for way in WAYS}
+
     def fit(self, task: str, name: str, place: Machine, only_resident: bool = False) -> Fit | None:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
         if not self._is_candidate(task, name, place, only_resident):
             return None
-        self._say(f"{WORDS[task]}: {name}")
-        if task == "run":
-            fit = self._run(name, place)
-            return None if fit is None or (only_resident and not fit.resident) else fit
-        return self._train(task, name, place, ("resident",) if only_resident else ("resident", "streamed"))
+        found = self._way(task, name, place, ("resident",) if only_resident else PLACEMENTS)
+        return None if isinstance(found, Lacking) or (only_resident and not found.resident) else found
+
+    def _way(self, way: str, name: str, place: Machine, placements: tuple[str, ...] = PLACEMENTS) -> Fit | Lacking:
+        self._say(f"{WORDS[way]}: {name}")
+        task, _, kind = way.partition("-")
+        try:
+            if way in ("run", "adapters") and None not in find_linears(self._model(name)).values():
+                return Lacking("has no linear that is packed")
+            if task == "plain":
+                return self._plain(name, place)
+            if task == "run":
+                return self._run(way, name, place, packed=not kind)
+            return self._train(way, name, place, (kind,) if kind in PLACEMENTS else placements)
+        except Unsupported as error:
+            return Lacking(f"is refused: {error}")
 
     def _is_candidate(self, task: str, name: str, place: Machine, only_resident: bool) -> bool:
         """Whether neither bytes rule ``name`` out nor the least seconds of products, and of what must cross a link."""
@@ -104,18 +154,40 @@ class WhatFits:
             return passing <= 0 or rates.up / passing >= MIN_SPEED[task]
         on_disk = state - bounds.gpu - bounds.host
         ways = 1 / rates.disk_read + (1 / rates.disk_write if trains else 0.0)
-        fields = KNOWN_MODELS[name]  # of experts a token meets the chosen ones, at least
+        fields = self._fields[name]  # of experts a token meets the chosen ones, at least
         active = parameters * fields.get("num_experts_per_tok", 1) / fields.get("num_local_experts", 1)
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
         return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
 
-    def _train(self, task: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | None:
-        spec = replace(of_config(KNOWN_MODELS[name], name, SEQ_LENGTH), name=f"{name} {task}")
-        if task == "adapters":
-            spec = replace(spec, build=functools.partial(_adapted, name, place.has_gpu))
-        run = Run(spec, SEQ_LENGTH, precision="bf16", capability=TRACED, expandable=True)
-        forecast = Forecast(run, place, traces=self._traces[spec.name], steps=1)  # traces depend on no machine
+    def _length(self, name: str) -> int:
+        """Tokens of a sequence: `SEQ_LENGTH`, or as many as the model has positions for."""
+        return min(SEQ_LENGTH, _limit_of(self._fields[name]))
+
+    def _run_of(self, name: str, traced_as: str, precision: str, build: Callable[..., nn.Module] | None = None) -> Run:
+        length = self._length(name)
+        spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {traced_as}")
+        spec = spec if build is None else replace(spec, build=build)
+        return Run(spec, length, precision=precision, capability=TRACED, expandable=True)
+
+    def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
+        kind = way if way.startswith("adapters") else "train"
+        bounds, parameters = place.bounds, self.parameters(name)
+        if kind == "train":  # what needs no trace to be said
+            resident = placements == ("resident",)
+            least_bytes = int(parameters * (MIN_RESIDENT if resident else MIN_STATE))
+            room = bounds.gpu if resident else bounds.gpu + bounds.host + bounds.disk
+            if least_bytes > room:
+                return Lacking("GPU memory" if resident else "RAM and disk", least_bytes - room)
+        adapted = functools.partial(self._adapted, name, way == "adapters", place.has_gpu)
+        run = self._run_of(name, kind, "bf16", None if kind == "train" else adapted)
+        forecast = Forecast(run, place, traces=self._traces[run.spec.name], steps=1)  # traces depend on no machine
+        least = Choice(placements[-1], *BATCHES[-1], True, UPDATES[0], "host")
+        middle = replace(least, batch_size=BATCHES[len(BATCHES) // 2][0])
+        trace, growing = forecast.trace(True, middle.batch_size), GROWS / middle.batch_size
+        growing *= forecast.step_bytes(middle, trace) - forecast.step_bytes(least, NOTHING)
         for batch, activations in itertools.product(BATCHES, ("level0", "host")):  # checkpoints in RAM if they must
+            if batch[0] > middle.batch_size and batch[0] * growing > bounds.gpu:
+                continue  # not worth a trace
             space = Space((batch,), (True,), placements, UPDATES, (activations,))
             try:
                 plan = forecast.plan(space)
@@ -126,20 +198,39 @@ class WhatFits:
             if plan.choice.accumulation_steps > 1:
                 how += f", {plan.choice.accumulation_steps} forwards a step"
             sizes = found.gpu, found.host, found.disk
-            return Fit(task, name, self.parameters(name), found.tokens_per_second, *sizes, resident, how)
-        return None
+            at_once = batch[0] * run.seq_length
+            return Fit(way, name, parameters, found.tokens_per_second, *sizes, resident, how, at_once)
+        lacking = forecast.predict(least)
+        return lacking if isinstance(lacking, Lacking) else Lacking("memory")
 
-    def _run(self, name: str, place: Machine) -> Fit | None:
-        shape, sizes, per_token, work = self._decoding(name, place.capability, place.has_gpu)
+    def _plain(self, name: str, place: Machine) -> Fit | Lacking:
+        """PyTorch alone, which keeps everything on the GPU."""
+        room, parameters = allocatable_bytes(place.bounds.gpu, 0), self.parameters(name)
+        if parameters * MIN_PLAIN > room:
+            return Lacking("GPU memory", int(parameters * MIN_PLAIN) - room)
+        run = self._run_of(name, "plain", "fp32")
+        traces = self._traces[run.spec.name]
+        if (False, 1) not in traces:
+            traces[False, 1] = run.trace(1)
+        taken = replay(traces[False, 1], None, expandable=True).peak_reserved
+        if taken > room:
+            return Lacking("GPU memory", taken - room)
+        speed = run.seq_length / sum(phase_seconds(traces[False, 1].work, place.rates).values())
+        return Fit("plain", name, parameters, speed, taken, 0, 0, True, "resident", run.seq_length)
+
+    def _run(self, way: str, name: str, place: Machine, packed: bool) -> Fit | Lacking:
+        shape, sizes, per_token, work = self._decoding(name, packed, place.capability, place.has_gpu)
         bounds, rates = place.bounds, place.rates
         workspace = workspace_bytes(bounds.gpu)
         free, whole = bounds.gpu - workspace, sum(sizes)
-        if whole > bounds.host + bounds.disk or free < 2 * max(sizes):
-            return None
+        if whole > bounds.host + bounds.disk:
+            return Lacking("RAM and disk", whole - bounds.host - bounds.disk)
+        if free < 2 * max(sizes):
+            return Lacking("GPU memory", 2 * max(sizes) - free)
         try:
             budget = divide_level0(free, list(sizes), shape, per_token, workspace)
-        except InsufficientMemory:
-            return None
+        except InsufficientMemory as error:
+            return Lacking("GPU memory", error.needed_bytes - error.available_bytes)
         kept = min(whole, budget.weight_bytes)
         cached = shape.num_bytes * budget.cached_layers // shape.layers
         passing = whole - kept + shape.num_bytes - cached
@@ -149,29 +240,45 @@ class WhatFits:
         how = f"{format_bytes(passing)} a token over the link" if passing else "resident"
         how += f", {format_bytes(min(on_disk, passing))} of it from the disk" if on_disk and passing else ""
         levels = kept + cached + workspace, min(whole, bounds.host), on_disk
-        return Fit("run", name, self.parameters(name), 1 / slowest, *levels, passing == 0, how)
+        position = shape.layers * shape.position_bytes
+        at_once = min(_limit_of(self._fields[name]), shape.positions + max(0, free - kept - cached) // position)
+        return Fit(way, name, self.parameters(name), 1 / slowest, *levels, passing == 0, how, at_once)
+
+    def _decode(self, name: str, packed: bool, capability: tuple[int, int], tiled: bool) -> "_Decoding":
+        model: Any = self._model(name).requires_grad_(False)
+        if packed:
+            _pack(model, tiled)
+        shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
+        if shape is None:
+            raise Unsupported("keys and values of these layers are not counted: not all of them attend plainly")
+        sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
+        batch = language_batch(model.config.vocab_size, 1, 1)
+        work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
+        return _Decoding(shape, sizes, token_bytes(model.config, 2), work)
+
+    def _model(self, name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+        return build_causal_lm(dict(self._fields[name]), name, dtype)
+
+    def _adapted(self, name: str, packed: bool, tiled: bool, dtype: torch.dtype) -> nn.Module:
+        """As ``vb train --lora 16`` makes it, ``packed`` with ``--use-fp4``."""
+        model = self._model(name, dtype).requires_grad_(False)
+        add_adapters(model, Lora(RANK))
+        return (_pack(model, tiled) if packed else model).to(dtype).train()
 
 
-def _decoding(name: str, capability: tuple[int, int], tiled: bool) -> tuple[CacheShape, tuple[int, ...], int, Any]:
+class _Decoding(NamedTuple):
     """Sizes of the cache and of the groups, workspace of a token, and the work of one."""
-    model: Any = _pack(_causal_lm(name).requires_grad_(False), tiled)
-    shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
-    assert shape is not None, "known models attend plainly"
-    sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
-    batch = language_batch(model.config.vocab_size, 1, 1)
-    work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
-    return shape, sizes, token_bytes(model.config, 2), work
+
+    shape: CacheShape
+    sizes: tuple[int, ...]
+    token_bytes: int
+    work: Any
 
 
-def _causal_lm(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    return build_causal_lm(KNOWN_MODELS[name], name, dtype)
-
-
-def _adapted(name: str, tiled: bool, dtype: torch.dtype) -> nn.Module:
-    """As ``vb train --lora 16 --use-fp4`` makes it."""
-    model = _causal_lm(name, dtype).requires_grad_(False)
-    add_adapters(model, Lora(RANK))
-    return _pack(model, tiled).to(dtype).train()
+def _limit_of(fields: Fields) -> int:
+    """Positions that the model knows."""
+    limits = (fields.get(name) for name in ("n_positions", "max_position_embeddings"))
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), POSITIONS)
 
 
 def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:
@@ -185,7 +292,11 @@ HEADS = ("", "model", "parameters", "tokens/s", "GPU", "RAM", "disk", "")
 
 def row_of(fit: Fit) -> tuple[str, ...]:
     """What tables show, below `HEADS`."""
-    speed = f"{fit.tokens_per_second:,.0f}" if fit.tokens_per_second >= 10 else f"{fit.tokens_per_second:.2g}"
     gpu, host, disk = (format_bytes(size) for size in (fit.gpu, fit.host, fit.disk))
-    parameters = f"{fit.parameters / 1e9:.1f}B"
-    return WORDS[fit.task], fit.model, parameters, speed, gpu, host, disk if fit.disk else "-", fit.how
+    sizes = gpu, host, disk if fit.disk else "-"
+    return WORDS[fit.task], fit.model, f"{fit.parameters / 1e9:.1f}B", speed_of(fit), *sizes, fit.how
+
+
+def speed_of(fit: Fit) -> str:
+    """Tokens a second, to two digits below ten."""
+    return f"{fit.tokens_per_second:,.0f}" if fit.tokens_per_second >= 10 else f"{fit.tokens_per_second:.2g}"

@@ -1,8 +1,9 @@
-"""``vb estimate`` without a model: the machine that is meant, and the table of what it trains, adapts and runs."""
+"""``vb estimate`` without flags of a run: the machine that is meant, and the table of what it trains, adapts and runs:
+one model in every way, or the largest ones."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -17,8 +18,11 @@ from vblackwell.planner import what_fits
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
 from vblackwell.planner.forecast import Machine
-from vblackwell.planner.placement import Bounds
-from vblackwell.units import columns, format_bytes, parse_bytes
+from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.placement import Bounds, Lacking
+from vblackwell.planner.what_fits import Fields
+from vblackwell.trace.causal_lm import check_fields
+from vblackwell.units import GiB, MiB, columns, format_bytes, parse_bytes
 
 
 def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str | None, as_json: bool) -> int:
@@ -35,6 +39,88 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
     else:
         print("\n".join(lines(name, place, found)))
     return 0
+
+
+def ways_command(
+    model: str, fields: Fields, gpu: str | None, host_memory: str | None, disk_memory: str | None, as_json: bool
+) -> int:
+    """Print how a machine trains, adapts and runs ``model``, whose config.json has these ``fields``; 0. Raises as
+    `what_fits_command`, and ConfigurationError where the fields are no causal model's."""
+    name, place = place_of(gpu, host_memory, disk_memory)
+    check_fields(dict(fields), model, (("vocab_size",),))
+    answers = what_fits.WhatFits({model: fields})
+    found = answers.ways(model, place)
+    if as_json:
+        values: dict[str, object] = {"model": model, "parameters": answers.parameters(model), "machine": name}
+        values |= {"bounds": asdict(place.bounds), "rates": place.rates.source, "assumptions": assumptions(place)[:2]}
+        ways = {way: {"lacks": str(fit)} if isinstance(fit, Lacking) else asdict(fit) for way, fit in found.items()}
+        commands = {way: _command(way, fit, model) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
+        print(json.dumps(values | {"ways": ways, "best": best_of(found), "commands": commands}, indent=2))
+    else:
+        print("\n".join(way_lines(model, answers.parameters(model), name, place, found)))
+    return 0
+
+
+def best_of(found: Mapping[str, what_fits.Fit | Lacking]) -> list[str]:
+    """The fastest way that fits to run, to train adapters, and to train all weights."""
+    best: dict[str, what_fits.Fit] = {}
+    for way, fit in found.items():
+        task = "train" if way == "plain" else way.partition("-")[0]
+        if not isinstance(fit, Lacking) and (task not in best or fit.tokens_per_second > best[task].tokens_per_second):
+            best[task] = fit
+    return [fit.task for fit in best.values()]
+
+
+def way_lines(
+    model: str, parameters: int, name: str, place: Machine, found: Mapping[str, what_fits.Fit | Lacking]
+) -> list[str]:
+    """One screen: a row a way, and what to type for those that fit."""
+    best, bounds = best_of(found), place.bounds
+    rows: list[tuple[str, ...]] = [("", "", "tokens/s", "GPU", "RAM", "disk", "tokens", "")]
+    for way, fit in found.items():
+        mark, words = "*" if way in best else "", what_fits.WORDS[way]
+        if isinstance(fit, Lacking):
+            lacks = f"lacks {format_bytes(fit.num_bytes)} of {fit.what}" if fit.num_bytes else str(fit)
+            rows.append((mark, words, "-", "-", "-", "-", "-", lacks))
+            continue
+        sizes = [format_bytes(size) if size else "-" for size in (fit.gpu, fit.host, fit.disk)]
+        rows.append((mark, words, what_fits.speed_of(fit), *sizes, f"{fit.at_once:,}", fit.how))
+    fitting = [fit for fit in found.values() if isinstance(fit, what_fits.Fit)]
+    typed = columns([(what_fits.WORDS[fit.task], _command(fit.task, fit, model)) for fit in fitting])
+    where = f"{format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, {format_bytes(bounds.disk)}"
+    return [
+        f"{model}, {parameters:,} parameters, on {name}: {where} of disk for a run",
+        "",
+        *(f"  {line}" for line in columns(rows, right=range(2, 7))),
+        "",
+        "  * the fastest that fits: to run, to train adapters, to train all weights"
+        if best
+        else "  nothing fits: give more --ram or --disk, or a larger card",
+        *(["", "  what to type:", *(f"    {line}" for line in typed)] if fitting else []),
+        "",
+        "  tokens: of the longest text, or of one forward; of one run in detail: add --batch-size or --precision",
+        *(f"  assumes {text}" for text in assumptions(place)[:2]),
+    ]
+
+
+def _command(way: str, fit: what_fits.Fit, model: str) -> str:
+    """What runs the model so; FOLDER: where its weights are."""
+    known = model in KNOWN_MODELS or model.endswith(".json")
+    folder = "FOLDER" if known else model
+    if way == "plain":
+        return "torch.optim.AdamW(model.parameters())"
+    if way.startswith("run"):
+        packed = " --use-fp4" if way == "run" else ""
+        memory = "" if fit.resident else f" --fast-memory {fit.gpu // MiB}MiB"
+        memory += f" --disk-memory {-(-fit.disk // GiB)}GiB" if fit.disk else ""
+        return f"vb generate --model {folder}{packed}{memory} --prompt ..."
+    lora = f" --lora {what_fits.RANK}" if way.startswith("adapters") else ""
+    packed = " --use-fp4" if way == "adapters" else ""
+    length = min(what_fits.SEQ_LENGTH, fit.at_once)
+    batch = fit.at_once // length
+    forwards = f" --accumulation-steps {what_fits.SEQUENCES // batch}" if batch < what_fits.SEQUENCES else ""
+    how = f"--precision bf16 --gradient-checkpointing --seq-length {length} --batch-size {batch}{forwards}"
+    return f"vb train --model {folder}{lora}{packed} {how} --vgpu-auto"
 
 
 def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Machine]:
