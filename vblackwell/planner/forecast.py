@@ -137,10 +137,13 @@ class Forecast:
         except Unsupported as error:
             return Lacking(f"is refused: {error}")
 
-    def plan(self, space: Space) -> Plan:
-        """The fastest choice of ``space``. Raises InsufficientMemory where none fits, and Untraceable."""
+    def plan(self, space: Space, *, in_full: bool = True) -> Plan:
+        """The fastest choice of ``space``, ``in_full`` as for `predict`. Raises InsufficientMemory where none fits, and
+        Untraceable."""
         bounds, rates = self.machine.bounds, self.machine.rates
         plan = make_plan(space.choices(), self.least_seconds, self.predict, bounds, rates.source)
+        if not in_full:
+            return plan
         again = self.predict(plan.choice, in_full=True)
         assert not isinstance(again, Lacking), "it fitted a moment ago"
         return replace(plan, prediction=again[1])

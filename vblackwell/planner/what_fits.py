@@ -190,7 +190,7 @@ class WhatFits:
                 continue  # not worth a trace
             space = Space((batch,), (True,), placements, UPDATES, (activations,))
             try:
-                plan = forecast.plan(space)
+                plan = forecast.plan(space, in_full=False)
             except InsufficientMemory:
                 continue
             found, resident = plan.prediction, plan.choice.placement == "resident"
