@@ -12,6 +12,11 @@ from tests.faults.cases import CASES
 from tests.faults.lab import Lab
 
 SEED = 35
+# What the run meets in these it meets in others as well: an ENOSPC or EIO, a SIGKILL, a second start, another bit.
+LIKE_OTHERS = {
+    *("kill-elsewhere", "killed-holder", "out-of-memory-kill", "two-signals", "two-runs-one-cache"),
+    *("failing-sync", "small-disk", "small-spill-disk", "no-inodes", "flip-in-spill-file"),
+}
 
 if shutil.which("cc") is None and shutil.which("gcc") is None:
     pytest.skip("the faults need a C compiler", allow_module_level=True)
@@ -25,7 +30,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab.close()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.sample], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in LIKE_OTHERS))
+        for case in CASES
+        if case.sample
+    ],
+)
 def test_a_drawn_fault_costs_nothing(lab, case):
     reason = case.missing()
     if reason is not None:
