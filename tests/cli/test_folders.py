@@ -45,8 +45,7 @@ def folders(finished, tmp_path_factory):
         folder = parent / kind
         if not folder.exists():
             torch.manual_seed(0)
-            config = CONFIGS[kind]()
-            config.vocab_size = 300
+            config = CONFIGS[kind](num_hidden_layers=3, vocab_size=300)
             model = transformers.AutoModelForCausalLM.from_config(config)
             model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
             for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -119,8 +118,8 @@ def test_what_is_wrong_with_a_folder_is_named(place, folders):
     refused(place, train, str(config), "'qwen33'")
     change(hidden_size="wide")
     refused(place, train, str(config), "hidden_size")
-    change(num_hidden_layers=7, layer_types=None)
-    refused(place, train, str(folder), "lacks model.layers.6.", "config.json")
+    change(num_hidden_layers=4, layer_types=None)
+    refused(place, train, str(folder), "lacks model.layers.3.", "config.json")
     change(vocab_size=299)
     refused(place, train, "model.embed_tokens.weight (300, 32) in model-00001-of", "instead of (299, 32)")
     config.unlink()

@@ -152,7 +152,7 @@ def test_bf16_with_recompute(fp4, written, make_stack, tmp_path):  # noqa: F811
     """Compute in bf16 with fp32 masters of the adapters: layers computed again in backward give the same bits;
     merging keeps it.
     """
-    folder, ends = written("llama"), []
+    folder, ends = written("llama", num_hidden_layers=4), []
     for recompute in (False, True):
         model = load(folder, make_stack, fp4=fp4, compute_dtype=torch.bfloat16)
         if recompute:
@@ -236,7 +236,7 @@ def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
     """Of the same shapes: ours by what is in its file, peft's by the folder that it names;
     the same weights kept otherwise are the same.
     """
-    folder = written("llama")
+    folder = written("llama", num_hidden_layers=2)
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "manifest.json").touch()  # the model of a run, say
     with pytest.raises(ConfigurationError, match="final holds something else"):
@@ -249,7 +249,7 @@ def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
     model.config.use_cache = not model.config.use_cache
     model.to(torch.bfloat16).save_pretrained(same, max_shard_size="20KB")
     with torch.no_grad():
-        model.model.layers[3].mlp.up_proj.weight[0, 0] += 1.0
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
     model.save_pretrained(other)
     assert len(list(same.glob("*.safetensors"))) > 1 and fingerprint(same) == fingerprint(folder) != fingerprint(other)
     for adapter in ("ours", "theirs"):
@@ -268,7 +268,7 @@ def test_an_adapter_knows_how_its_base_was_packed(apart, written, make_stack, tm
     """Packed alike it is opened without a word; peft opens it over the base as it is. Each packing against the one
     that stands so far ``apart`` from it.
     """
-    folder, adapter = written("llama"), tmp_path / "adapter"
+    folder, adapter = written("llama", num_hidden_layers=1), tmp_path / "adapter"
     packings = {
         '{"fp4": "nvfp4"}': {"fp4": "nvfp4"},
         '{"fp4": "nf4", "fp4_layers": "mlp", "keep": "up_proj"}': {

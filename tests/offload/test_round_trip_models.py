@@ -20,19 +20,20 @@ SHAPE = {
 }  # fmt: skip
 ENDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE),
-    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=8),
-    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=8),
-    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4),
-    "gpt2": lambda: transformers.GPT2Config(**ENDS, n_embd=32, n_layer=6, n_head=4, n_positions=64),
-    "gemma": lambda: transformers.GemmaConfig(**SHAPE, head_dim=8),
-    "phi": lambda: transformers.PhiConfig(**SHAPE),
-    "opt": lambda: transformers.OPTConfig(
-        **ENDS,
+    "llama": lambda **more: transformers.LlamaConfig(**SHAPE | more),
+    "qwen2": lambda **more: transformers.Qwen2Config(**SHAPE | more, tie_word_embeddings=True),
+    "qwen3": lambda **more: transformers.Qwen3Config(**SHAPE | more, head_dim=8),
+    "mistral": lambda **more: transformers.MistralConfig(**SHAPE | more, sliding_window=8),
+    "mixtral": lambda **more: transformers.MixtralConfig(**SHAPE | more, num_local_experts=4),
+    "gpt2": lambda **more: transformers.GPT2Config(
+        **ENDS | {"num_hidden_layers": 6} | more, n_embd=32, n_head=4, n_positions=64
+    ),
+    "gemma": lambda **more: transformers.GemmaConfig(**SHAPE | more, head_dim=8),
+    "phi": lambda **more: transformers.PhiConfig(**SHAPE | more),
+    "opt": lambda **more: transformers.OPTConfig(
+        **ENDS | {"num_hidden_layers": 6} | more,
         hidden_size=32,
         ffn_dim=48,
-        num_hidden_layers=6,
         num_attention_heads=4,
         max_position_embeddings=64,
         word_embed_proj_dim=32,
@@ -63,12 +64,12 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.fixture
 def written(tmp_path):
-    """``written(kind)``: a folder that transformers wrote of a small random model, in two shards and more."""
+    """``written(kind, dtype, **more)``: a folder that transformers wrote of a small random model, in two shards and more."""
 
-    def write(kind: str, dtype: torch.dtype = torch.float32):
+    def write(kind: str, dtype: torch.dtype = torch.float32, **more: int):
         torch.manual_seed(0)
-        folder = tmp_path / kind
-        AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(dtype).save_pretrained(folder, max_shard_size="40KB")
+        folder, config = tmp_path / kind, CONFIGS[kind](**more)
+        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder, max_shard_size="40KB")
         return folder
 
     return write
