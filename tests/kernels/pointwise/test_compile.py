@@ -135,7 +135,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize(
     ("capabilities", "stride"),
-    [([90], 4), pytest.param([80, 86, 89, 90, 100, 120], 1, marks=pytest.mark.slow)],
+    [([90], 8), pytest.param([80, 86, 89, 90, 100, 120], 1, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_kernels_fit(capabilities, stride, program, tmp_path):
