@@ -16,7 +16,7 @@ source, out, text = sys.argv[1:] if len(sys.argv) == 4 else ("tiny-llama", "tiny
 if text:
     tokens_BS = transformers.AutoTokenizer.from_pretrained(source)(text, return_tensors="pt").input_ids
 else:
-    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.1)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(source)
     tokens_BS = torch.arange(96).view(4, 24)
@@ -30,11 +30,11 @@ adapters = [param for param in model.parameters() if param.requires_grad]
 optimizer = vb.VGPUAdamW(adapters, lr=1e-2, max_grad_norm=1.0, update_in_backward=True)
 tokens_BS = tokens_BS.to(stack.level0_device)
 
-for step in range(1, 31):
+for step in range(1, 16):
     loss = model(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step in (1, 30):
+    if step in (1, 15):
         print(f"step {step}: loss {loss.item():.3f}")
 print("adapter", vb.save_adapter(model, out), "merged", vb.save_causal_lm(model, out + "-merged"))

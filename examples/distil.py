@@ -15,7 +15,7 @@ if text:
     tokens_BS = transformers.AutoTokenizer.from_pretrained(teacher_from)(text, return_tensors="pt").input_ids
 else:
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
-    for folder, layers in ((teacher_from, 8), (student_from, 4)):
+    for folder, layers in ((teacher_from, 6), (student_from, 3)):
         config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_hidden_layers=layers)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokens_BS = torch.arange(192).view(8, 24) % 128
@@ -26,7 +26,7 @@ teacher = vb.load_causal_lm(teacher_from, stack, "teacher", trainable=False, pla
 student = vb.load_causal_lm(student_from, stack, "student", placement="streamed")
 optimizer = vb.VGPUAdamW(student.parameters(), lr=5e-3, max_grad_norm=1.0, update_in_backward=True)
 tokens_BS = tokens_BS.to(stack.level0_device)
-for step in range(1, 21):
+for step in range(1, 16):
     with torch.no_grad():
         wanted_BSV = teacher(input_ids=tokens_BS, use_cache=False).logits.log_softmax(-1)
     said_BSV = student(input_ids=tokens_BS, use_cache=False).logits.log_softmax(-1)
@@ -34,7 +34,7 @@ for step in range(1, 21):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step in (1, 20):
+    if step in (1, 15):
         print(f"step {step}: loss {loss.item():.3f}")
 print("saved", vb.save_causal_lm(student, "distilled"))
 print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")

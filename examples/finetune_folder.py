@@ -16,7 +16,7 @@ source, out, text = sys.argv[1:] if len(sys.argv) == 4 else ("tiny-qwen3", "tiny
 if text:
     tokens_BS = transformers.AutoTokenizer.from_pretrained(source)(text, return_tensors="pt").input_ids
 else:
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "head_dim": 16}
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "head_dim": 16}
     config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(source)
     tokens_BS = torch.arange(96).view(4, 24)

@@ -14,6 +14,14 @@ import pytest
 from tests.cli.conftest import LEVELS, MINIATURE
 
 ROOT = Path(__file__).parents[1]
+# The installed command, which says first where its package is.
+PROGRAM = """
+import runpy, sys
+import vblackwell
+print(vblackwell.__file__, flush=True)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vblackwell")
 
 
@@ -57,9 +65,10 @@ def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])  # with what it depends on
     where = {"PYTHONPATH": found, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    where_from = run(sys.executable, "-c", "import vblackwell; print(vblackwell.__file__)", cwd=tmp_path, **where)
-    assert Path(where_from.strip()).is_relative_to(installed)
-    run(
+    said = run(
+        sys.executable,
+        "-c",
+        PROGRAM,
         installed / "bin" / "vb",
         "train",
         *MINIATURE,
@@ -75,6 +84,7 @@ def test_the_installed_package_trains(installed: Path, tmp_path: Path):
         cwd=tmp_path,
         **where,
     )
+    assert Path(said.splitlines()[0]).is_relative_to(installed)
     steps = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line).get("step") for line in steps][-1] == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

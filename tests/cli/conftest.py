@@ -14,7 +14,7 @@ from tests.cli.forks import Child, ForkServer
 MINIATURE = [
     "--architecture", "{num_layers: 3, hidden_size: 32, intermediate_size: 64, num_heads: 2}", "--vocab-size", "300",
     "--seq-length", "32", "--batch-size", "4", "--learning-rate", "1e-2", "--device", "cpu", "--no-tensorboard",
-    "--sample-tokens", "8", "--eval-sequences", "16",
+    "--sample-tokens", "2", "--eval-sequences", "16",
 ]  # fmt: skip
 # After whose first call a child may signal itself: a step is recorded; a checkpoint is committed.
 RECORDED, COMMITTED = "vblackwell.train.metrics:MetricsLog.write", "vblackwell.train.run:write_checkpoint"

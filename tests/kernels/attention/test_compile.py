@@ -19,7 +19,7 @@ SPILLED_BYTES = 160
 SPILLED_SUMS = {80: 256, 86: 256, 89: 256, 90: 256, 100: 768, 120: 768}
 QUICK = {  # the least shared memory, and the newest
     86: ("dkv,128,none",),
-    90: ("specialized,128,none", "steps,128,none"),
+    90: ("specialized,128,none",),
 }
 PAGED = ("steps,128,none", "prompts,128,none", "prompts,128,none,bf16,small", "prompts,256,none,bf16,all")
 OTHERS = {
