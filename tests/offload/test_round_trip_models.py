@@ -64,7 +64,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.fixture
 def written(tmp_path):
-    """``written(kind, dtype, **more)``: a folder that transformers wrote of a small random model, in two shards and more."""
+    """``written(kind, dtype, **more)``: a folder that transformers wrote of a small random model, in several shards."""
 
     def write(kind: str, dtype: torch.dtype = torch.float32, **more: int):
         torch.manual_seed(0)
