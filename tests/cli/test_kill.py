@@ -13,7 +13,7 @@ from tests.cli.conftest import LEVELS, RECORDED
 from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
 
 
-def words_of(place, out, steps=12):
+def words_of(place, out, steps=6):
     return place.train_words(
         *(*LEVELS, "--max-steps", str(steps), "--out", out),
         *("--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4", "--sample-tokens", "0", "--resume"),
@@ -117,13 +117,13 @@ def test_a_run_folder_in_use_is_refused(place):
 
 def test_a_full_disk_costs_no_older_checkpoint(place):
     """RLIMIT_FSIZE stands in for the full disk: the kernel refuses to let a file grow beyond it."""
-    place.vb(*place.train_words("--max-steps", "8", "--checkpoint-every", "4", "--out", "run"))
+    place.vb(*place.train_words("--max-steps", "4", "--checkpoint-every", "2", "--out", "run"))
     run = place.folder / "run"
-    kept = (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes()
+    kept = (run / "checkpoints/step-00000004/optimizer.safetensors").read_bytes()
     shutil.rmtree(run / "final")
-    result = place.vb("train", "--out", "run", "--resume", "--max-steps", "16", code=2, file_bytes=len(kept) - 1000)
+    result = place.vb("train", "--out", "run", "--resume", "--max-steps", "8", code=2, file_bytes=len(kept) - 1000)
     assert len(result.stderr.splitlines()) == 1
     assert "optimizer.safetensors" in result.stderr and "older checkpoints are untouched" in result.stderr
-    assert (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes() == kept
+    assert (run / "checkpoints/step-00000004/optimizer.safetensors").read_bytes() == kept
     assert not list(run.rglob("*.tmp"))
-    assert "after step 8" in place.vb("train", "--out", "run", "--resume").stdout
+    assert "after step 4" in place.vb("train", "--out", "run", "--resume").stdout
