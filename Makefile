@@ -23,7 +23,8 @@ repeat: $(STAMP)
 	$(RUN)python benchmarks/repeat_runs.py -- --device cpu
 
 # Files in their own order: sorted by their number of tests, which is the default, the few long tests come last and alone.
-PYTEST := OMP_NUM_THREADS=1 $(RUN)python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# Bytecode is kept whatever the environment says: two workers and their processes would compile the same sources each.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN)python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not gpu and not multi_gpu and not slow"

@@ -406,6 +406,7 @@ def test_generate_takes_the_same_file(source, tmp_path, capsys):
 def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("abc bca cab " * 400)
+    monkeypatch.setattr("vblackwell.tools.quantize._SEQUENCES", 4)
     options = {"max_bits": 8.0, "calibration": str(tmp_path / "text.txt")}
     assert quantize_command(str(source), str(tmp_path / "new/out"), **options) == 0
     said, chosen = capsys.readouterr().out, Assignment.load(tmp_path / "new/out.assignment.json")

@@ -148,7 +148,28 @@ def test_jsonl_keeps_what_json_says(tmp_path):
     assert texts(find_text(path)) == rows
 
 
-def test_the_default_corpus_is_the_standard_library():
+def test_the_default_corpus_is_the_standard_library(tmp_path, monkeypatch):
+    """A small one: to read all of Python's takes seconds."""
+    for name in ("json/decoder.py", "json/__init__.py", "abc.py", "encodings/cp437.py", "lib/site-packages/pip.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import sys\n")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*- \xe4\n")
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    source = find_text(None)
+    assert [str(path.relative_to(tmp_path)) for path in source.files] == [
+        "abc.py",
+        "json/__init__.py",
+        "json/decoder.py",
+    ]
+    assert source.size_bytes == 33
+    for path in source.files:
+        path.unlink()
+    with pytest.raises(ConfigurationError, match="no sources under"):
+        find_text(None)
+
+
+@pytest.mark.slow
+def test_the_default_corpus_of_this_python():
     source = find_text(None)
     names = [path.relative_to(source.root).as_posix() for path in source.files]
     assert "json/decoder.py" in names and names == sorted(names, key=lambda name: name.split("/"))
