@@ -171,6 +171,7 @@ def test_dropout_follows_torchs_generator():
     assert new_seed(q.device).shape == (2,)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"causal": True, "bottom_right": True}], ids=str)
 @pytest.mark.parametrize(
     "lengths",

@@ -106,10 +106,10 @@ def test_draws_follow_the_softmax_of_what_is_kept(options, kept):
 
 
 def test_draws_over_a_large_vocabulary_are_not_drawn_to_one_end():
-    rows, vocabulary, bins = 400, 20_000, 10
+    rows, vocabulary, bins = 400, 10_000, 10
     tokens = sample_tokens(torch.zeros(1, 1, device=DEVICE).expand(rows, vocabulary), torch.arange(rows, device=DEVICE))
     assert chi_square_tail(tokens * bins // vocabulary, torch.full((bins,), 1 / bins).double()) > 1e-3
-    assert tokens.unique().numel() > 380  # 4 expected to be equal to another
+    assert tokens.unique().numel() > 380  # 8 expected to be equal to another
 
 
 @pytest.mark.each_value
