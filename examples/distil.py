@@ -26,7 +26,7 @@ teacher = vb.load_causal_lm(teacher_from, stack, "teacher", trainable=False, pla
 student = vb.load_causal_lm(student_from, stack, "student", placement="streamed")
 optimizer = vb.VGPUAdamW(student.parameters(), lr=5e-3, max_grad_norm=1.0, update_in_backward=True)
 tokens_BS = tokens_BS.to(stack.level0_device)
-for step in range(1, 16):
+for step in range(1, 19):
     with torch.no_grad():
         wanted_BSV = teacher(input_ids=tokens_BS, use_cache=False).logits.log_softmax(-1)
     said_BSV = student(input_ids=tokens_BS, use_cache=False).logits.log_softmax(-1)
@@ -34,7 +34,7 @@ for step in range(1, 16):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step in (1, 15):
+    if step in (1, 18):
         print(f"step {step}: loss {loss.item():.3f}")
 print("saved", vb.save_causal_lm(student, "distilled"))
 print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")

@@ -26,14 +26,14 @@ fast = "cuda:0" if torch.cuda.is_available() else "arena"
 stack = vb.VGPUStack({"levels": [{"device": fast, "capacity_mb": 0.9}, {"device": "cpu", "capacity_mb": 256}]})
 vb.enable_vgpu_stack_optimization(model, stack, placement="streamed")
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, update_in_backward=True)
-for step in range(1, 16):
+for step in range(1, 19):
     starts_B = torch.randint(len(tokens_N) - 64, (8, 1))
     rows_BS = tokens_N[starts_B + torch.arange(64)].to(stack.level0_device)
     loss = model(input_ids=rows_BS, labels=rows_BS, use_cache=False).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step in (1, 15):
+    if step in (1, 18):
         print(f"step {step}: loss {loss.item():.3f}")
 print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
 print("saved", vb.save_causal_lm(model, "from-scratch"))
