@@ -303,13 +303,14 @@ def _estimate(given: dict[str, Any]) -> int:
     atexit.register(gc.freeze)
     try:
         if "model" not in given or ("gpu" in given and not of_a_run):
+            from vblackwell.nn.decoder.config import PRESETS
             from vblackwell.planner.model_spec import fields_of
             from vblackwell.tools.what_fits import ways_command, what_fits_command
 
             *values, as_json = map(given.get, known)
             if "model" not in given:
                 return what_fits_command(*values, as_json=bool(as_json))
-            fields = fields_of(given["model"])
+            fields = None if given["model"] in PRESETS else fields_of(given["model"])
             if fields is not None:
                 return ways_command(given["model"], fields, *values, as_json=bool(as_json))
         from vblackwell.planner.estimate.command import estimate_command

@@ -120,7 +120,7 @@ def test_every_way_of_one_model(capsys):
     )
     parameters = answers.parameters("tiny-c")
     tight = answers.ways("tiny-c", place(20 * MiB, host=8 * MiB))
-    for way, bytes_a_parameter, room in (("train-resident", 18, 20), ("train-streamed", 12, 28), ("plain", 12, None)):
+    for way, bytes_a_parameter, room in (("train-resident", 18, 20), ("train-streamed", 12, 28), ("plain", 16, None)):
         lacking = tight[way]
         assert isinstance(lacking, Lacking)
         assert room is None or lacking.num_bytes == bytes_a_parameter * parameters - room * MiB
@@ -145,7 +145,7 @@ def test_what_is_to_be_typed_is_understood(capsys):
     """All flags are known; what stops the commands is that there is no such folder."""
     folder = "no/such/folder"
     found = WhatFits({folder: KNOWN_MODELS["tiny-c"]}).ways(folder, place(518 * MiB, host=2 * MiB, disk=1 * GiB))
-    commands = [what_fits_command._command(way, fit, folder) for way, fit in found.items() if isinstance(fit, Fit)]
+    commands = [what_fits_command._command(fit, folder) for fit in found.values() if isinstance(fit, Fit)]
     typed = [shlex.split(command)[1:] for command in commands if command.startswith("vb ")]
     assert len(typed) >= 4 and any("--disk-memory" in words for words in typed)
     for words in typed:
@@ -159,6 +159,33 @@ def test_what_is_not_packed_says_so(monkeypatch):
     assert {way for way, fit in found.items() if isinstance(fit, Lacking)} == {"run", "adapters"}
     assert str(found["run"]) == "has no linear that is packed"
     assert isinstance(found["run-bf16"], Fit) and found["run-bf16"].at_once == 128  # positions that it knows
+    largest = WhatFits({"mine": gpt2}).largest("run", place(8 * GiB))  # in bf16, where nothing else is known
+    assert [fit.model for fit in largest] == ["mine"]
+
+
+def test_a_sequence_is_not_longer_than_the_model_knows(monkeypatch):
+    monkeypatch.setattr(what_fits, "SEQ_LENGTH", 1024)
+    fields = {**KNOWN_MODELS["tiny-a"], "max_position_embeddings": 32}
+    answers = WhatFits({"mine": fields})
+    found = answers.ways("mine", place(8 * GiB))
+    trained = found["train-resident"]
+    assert isinstance(trained, Fit) and trained.batch == (32, 2, 1)
+    command = what_fits_command._command(trained, "mine")
+    assert "--seq-length 32 --batch-size 2 --vgpu-auto" in command and "--placement resident" in command
+    lines = what_fits_command.way_lines("mine", answers.parameters("mine"), "a card", place(8 * GiB), found)
+    assert any("sequences of 32 tokens" in line for line in lines)
+
+
+def test_without_a_gpu_activations_are_outside_the_arena():
+    """A forward is not left out for what it takes there."""
+    there = Machine(Bounds(40 * MiB, GiB), rates(), has_gpu=False)
+    fit = WhatFits(NAMES[:1]).fit("train", "tiny-a", there)
+    assert fit is not None and fit.batch == (64, 2, 1)
+
+
+def test_positions_and_words_are_asked_of_the_configuration():
+    defaults = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    assert WhatFits({"mine": defaults})._positions("mine") == 1024
 
 
 def test_refusals():

@@ -42,9 +42,8 @@ from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
 
-# What `largest` asks for, and what one model is asked for.
-TASKS = ("train", "adapters", "run")
-WORDS = {
+TASKS = ("train", "adapters", "run")  # of the largest models
+WAYS = {  # of one model
     "run-bf16": "run in bf16",
     "run": "run in FP4",
     "adapters-bf16": "train adapters over bf16",
@@ -52,9 +51,8 @@ WORDS = {
     "train-streamed": "train all weights, streamed",
     "train-resident": "train all weights, resident",
     "plain": "plain PyTorch in fp32",
-    "train": "train all weights",
 }
-WAYS = tuple(WORDS)[:-1]
+WORDS = {**WAYS, "train": "train all weights"}
 PLACEMENTS = ("resident", "streamed")
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
@@ -62,7 +60,7 @@ UPDATES: tuple[str | float, ...] = ("device", 0.35)
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
-MIN_PLAIN = 12.0  # fp32 weights and moments
+MIN_PLAIN = 16.0  # fp32 weights, gradients and moments
 GROWS = 0.9  # of a step's bytes, that grow with its forward
 NOTHING = Trace((), (), (), (), 0, 0)
 TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
@@ -85,6 +83,7 @@ class Fit:
     resident: bool
     how: str
     at_once: int = 0
+    batch: tuple[int, int, int] | None = None
 
 
 class WhatFits:
@@ -104,6 +103,7 @@ class WhatFits:
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
         self._packed = functools.cache(lambda name: sum(p.nbytes for p in _pack(self._model(name)).parameters()))
         self._decoding = functools.cache(self._decode)
+        self._positions = functools.cache(self._positions_of)
 
     def largest(self, task: str, place: Machine) -> list[Fit]:
         """The largest model for ``task`` of `TASKS`, and the largest that stays on the GPU if that is another."""
@@ -118,7 +118,11 @@ class WhatFits:
 
     def ways(self, name: str, place: Machine) -> dict[str, Fit | Lacking]:
         """How ``name`` fits ``place`` in each of `WAYS`, or what it lacks."""
-        return {way: self._way(way, name, place) for way in WAYS}
+        found: dict[str, Fit | Lacking] = {}
+        for way in WAYS:
+            packs = way not in ("run", "adapters") or None in find_linears(self._model(name)).values()
+            found[way] = self._way(way, name, place) if packs else Lacking("has no linear that is packed")
+        return found
 
     def fit(self, task: str, name: str, place: Machine, only_resident: bool = False) -> Fit | None:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
@@ -131,8 +135,6 @@ class WhatFits:
         self._say(f"{WORDS[way]}: {name}")
         task, _, kind = way.partition("-")
         try:
-            if way in ("run", "adapters") and None not in find_linears(self._model(name)).values():
-                return Lacking("has no linear that is packed")
             if task == "plain":
                 return self._plain(name, place)
             if task == "run":
@@ -159,12 +161,13 @@ class WhatFits:
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
         return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
 
-    def _length(self, name: str) -> int:
-        """Tokens of a sequence: `SEQ_LENGTH`, or as many as the model has positions for."""
-        return min(SEQ_LENGTH, _limit_of(self._fields[name]))
+    def _positions_of(self, name: str) -> int:
+        """That the model knows; those of a text where its configuration does not say."""
+        found = getattr(_text_config(self._model(name)), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else POSITIONS
 
     def _run_of(self, name: str, traced_as: str, precision: str, build: Callable[..., nn.Module] | None = None) -> Run:
-        length = self._length(name)
+        length = min(SEQ_LENGTH, self._positions(name))
         spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {traced_as}")
         spec = spec if build is None else replace(spec, build=build)
         return Run(spec, length, precision=precision, capability=TRACED, expandable=True)
@@ -186,7 +189,7 @@ class WhatFits:
         trace, growing = forecast.trace(True, middle.batch_size), GROWS / middle.batch_size
         growing *= forecast.step_bytes(middle, trace) - forecast.step_bytes(least, NOTHING)
         for batch, activations in itertools.product(BATCHES, ("level0", "host")):  # checkpoints in RAM if they must
-            if batch[0] > middle.batch_size and batch[0] * growing > bounds.gpu:
+            if place.has_gpu and batch[0] > middle.batch_size and batch[0] * growing > bounds.gpu:
                 continue  # not worth a trace
             space = Space((batch,), (True,), placements, UPDATES, (activations,))
             try:
@@ -198,8 +201,10 @@ class WhatFits:
             if plan.choice.accumulation_steps > 1:
                 how += f", {plan.choice.accumulation_steps} forwards a step"
             sizes = found.gpu, found.host, found.disk
-            at_once = batch[0] * run.seq_length
-            return Fit(way, name, parameters, found.tokens_per_second, *sizes, resident, how, at_once)
+            shape = run.seq_length, *batch
+            return Fit(
+                way, name, parameters, found.tokens_per_second, *sizes, resident, how, shape[0] * shape[1], shape
+            )
         lacking = forecast.predict(least)
         return lacking if isinstance(lacking, Lacking) else Lacking("memory")
 
@@ -216,7 +221,8 @@ class WhatFits:
         if taken > room:
             return Lacking("GPU memory", taken - room)
         speed = run.seq_length / sum(phase_seconds(traces[False, 1].work, place.rates).values())
-        return Fit("plain", name, parameters, speed, taken, 0, 0, True, "resident", run.seq_length)
+        shape = run.seq_length, 1, 1
+        return Fit("plain", name, parameters, speed, taken, 0, 0, True, "resident", run.seq_length, shape)
 
     def _run(self, way: str, name: str, place: Machine, packed: bool) -> Fit | Lacking:
         shape, sizes, per_token, work = self._decoding(name, packed, place.capability, place.has_gpu)
@@ -240,8 +246,9 @@ class WhatFits:
         how = f"{format_bytes(passing)} a token over the link" if passing else "resident"
         how += f", {format_bytes(min(on_disk, passing))} of it from the disk" if on_disk and passing else ""
         levels = kept + cached + workspace, min(whole, bounds.host), on_disk
-        position = shape.layers * shape.position_bytes
-        at_once = min(_limit_of(self._fields[name]), shape.positions + max(0, free - kept - cached) // position)
+        longer = max(0, free - kept - cached) // (shape.layers * shape.position_bytes)
+        longer = longer if budget.cached_layers == shape.layers else 0
+        at_once = min(self._positions(name), shape.positions + longer)
         return Fit(way, name, self.parameters(name), 1 / slowest, *levels, passing == 0, how, at_once)
 
     def _decode(self, name: str, packed: bool, capability: tuple[int, int], tiled: bool) -> "_Decoding":
@@ -252,9 +259,9 @@ class WhatFits:
         if shape is None:
             raise Unsupported("keys and values of these layers are not counted: not all of them attend plainly")
         sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
-        batch = language_batch(model.config.vocab_size, 1, 1)
+        batch, config = language_batch(self._fields[name]["vocab_size"], 1, 1), _text_config(model)
         work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
-        return _Decoding(shape, sizes, token_bytes(model.config, 2), work)
+        return _Decoding(shape, sizes, token_bytes(config, 2), work)
 
     def _model(self, name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         return build_causal_lm(dict(self._fields[name]), name, dtype)
@@ -275,10 +282,9 @@ class _Decoding(NamedTuple):
     work: Any
 
 
-def _limit_of(fields: Fields) -> int:
-    """Positions that the model knows."""
-    limits = (fields.get(name) for name in ("n_positions", "max_position_embeddings"))
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), POSITIONS)
+def _text_config(model: Any) -> Any:
+    """The configuration of what reads text."""
+    return model.config.get_text_config(decoder=True)
 
 
 def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:

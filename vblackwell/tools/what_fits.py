@@ -2,6 +2,7 @@
 one model in every way, or the largest ones."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -52,9 +53,13 @@ def ways_command(
     found = answers.ways(model, place)
     if as_json:
         values: dict[str, object] = {"model": model, "parameters": answers.parameters(model), "machine": name}
-        values |= {"bounds": asdict(place.bounds), "rates": place.rates.source, "assumptions": assumptions(place)[:2]}
-        ways = {way: {"lacks": str(fit)} if isinstance(fit, Lacking) else asdict(fit) for way, fit in found.items()}
-        commands = {way: _command(way, fit, model) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
+        values |= {
+            "bounds": asdict(place.bounds),
+            "rates": place.rates.source,
+            "assumptions": assumptions(place, found)[:2],
+        }
+        ways = {way: asdict(fit) for way, fit in found.items()}  # of what is lacking: how much of what
+        commands = {way: _command(fit, model) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
         print(json.dumps(values | {"ways": ways, "best": best_of(found), "commands": commands}, indent=2))
     else:
         print("\n".join(way_lines(model, answers.parameters(model), name, place, found)))
@@ -86,7 +91,7 @@ def way_lines(
         sizes = [format_bytes(size) if size else "-" for size in (fit.gpu, fit.host, fit.disk)]
         rows.append((mark, words, what_fits.speed_of(fit), *sizes, f"{fit.at_once:,}", fit.how))
     fitting = [fit for fit in found.values() if isinstance(fit, what_fits.Fit)]
-    typed = columns([(what_fits.WORDS[fit.task], _command(fit.task, fit, model)) for fit in fitting])
+    typed = columns([(what_fits.WORDS[fit.task], _command(fit, model)) for fit in fitting])
     where = f"{format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, {format_bytes(bounds.disk)}"
     return [
         f"{model}, {parameters:,} parameters, on {name}: {where} of disk for a run",
@@ -99,28 +104,29 @@ def way_lines(
         *(["", "  what to type:", *(f"    {line}" for line in typed)] if fitting else []),
         "",
         "  tokens: of the longest text, or of one forward; of one run in detail: add --batch-size or --precision",
-        *(f"  assumes {text}" for text in assumptions(place)[:2]),
+        *(f"  assumes {text}" for text in assumptions(place, found)[:2]),
     ]
 
 
-def _command(way: str, fit: what_fits.Fit, model: str) -> str:
+def _command(fit: what_fits.Fit, model: str) -> str:
     """What runs the model so; FOLDER: where its weights are."""
-    known = model in KNOWN_MODELS or model.endswith(".json")
-    folder = "FOLDER" if known else model
-    if way == "plain":
+    if fit.task == "plain":
         return "torch.optim.AdamW(model.parameters())"
-    if way.startswith("run"):
-        packed = " --use-fp4" if way == "run" else ""
-        memory = "" if fit.resident else f" --fast-memory {fit.gpu // MiB}MiB"
-        memory += f" --disk-memory {-(-fit.disk // GiB)}GiB" if fit.disk else ""
-        return f"vb generate --model {folder}{packed}{memory} --prompt ..."
-    lora = f" --lora {what_fits.RANK}" if way.startswith("adapters") else ""
-    packed = " --use-fp4" if way == "adapters" else ""
-    length = min(what_fits.SEQ_LENGTH, fit.at_once)
-    batch = fit.at_once // length
-    forwards = f" --accumulation-steps {what_fits.SEQUENCES // batch}" if batch < what_fits.SEQUENCES else ""
-    how = f"--precision bf16 --gradient-checkpointing --seq-length {length} --batch-size {batch}{forwards}"
-    return f"vb train --model {folder}{lora}{packed} {how} --vgpu-auto"
+    task, _, kind = fit.task.partition("-")
+    words = ["--model", "FOLDER" if model in KNOWN_MODELS or model.endswith(".json") else shlex.quote(model)]
+    if task == "adapters":
+        words += ["--lora", str(what_fits.RANK)]
+    if task in ("run", "adapters") and not kind:
+        words += ["--use-fp4"]
+    if fit.batch is None:
+        words += [] if fit.resident else ["--fast-memory", f"{fit.gpu // MiB}MiB"]
+        words += ["--disk-memory", f"{-(-fit.disk // GiB)}GiB"] if fit.disk else []
+        return " ".join(["vb generate", *words, "--prompt ..."])
+    length, sequences, forwards = fit.batch
+    words += ["--placement", kind] if task == "train" else []
+    words += ["--precision bf16 --gradient-checkpointing", f"--seq-length {length} --batch-size {sequences}"]
+    words += [f"--accumulation-steps {forwards}"] if forwards > 1 else []
+    return " ".join(["vb train", *words, "--vgpu-auto"])
 
 
 def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Machine]:
@@ -160,11 +166,13 @@ def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str
     ]
 
 
-def assumptions(place: Machine) -> list[str]:
-    """What the table rests on."""
+def assumptions(place: Machine, found: Mapping[str, what_fits.Fit | Lacking] | None = None) -> list[str]:
+    """What the table rests on; ``found``: of one model, which may know fewer positions than a sequence has."""
+    batches = [fit.batch for fit in (found or {}).values() if isinstance(fit, what_fits.Fit) and fit.batch]
+    length = batches[0][0] if batches else what_fits.SEQ_LENGTH
     least = ", ".join(f"{task} {speed:g}" for task, speed in what_fits.MIN_SPEED.items())
     return [
-        f"training: {what_fits.SEQUENCES} sequences of {what_fits.SEQ_LENGTH} tokens a step, bf16 with fp32 masters, "
+        f"training: {what_fits.SEQUENCES} sequences of {length} tokens a step, bf16 with fp32 masters, "
         f"checkpointing; running: one text of at most {what_fits.POSITIONS} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",

@@ -21,7 +21,17 @@ from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import launch, nvrtc
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
-SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
+SHAPES = (
+    (256, 64),
+    (832, 960),
+    (20032, 576),
+    (768, 3072),
+    (4096, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (28672, 8192),
+)
 SHARED_BYTES = dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), 99 * 1024)  # an A100 has 163 KB
 SHARED_BYTES |= dict.fromkeys(("sm_90a", "sm_100"), 227 * 1024)
 UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups

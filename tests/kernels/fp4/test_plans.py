@@ -283,6 +283,22 @@ def test_plans_without_clusters_cover_k(m, n, k):
     assert mma_plan.plan_mma(m, n, k, A100, one_block=True).k_blocks == 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows_by_k_warps", "splits"),
+    [
+        ((15, 832, 960), (1, 4), 2),
+        ((2, 1024, 512), (1, 4), 1),
+        ((16, 12288, 832), (3, 4), 1),
+        ((9, 20032, 576), (5, 3), 1),
+    ],
+)
+def test_short_k_is_spread_over_the_gpu(shape, rows_by_k_warps, splits):
+    """Cells of docs/journal/fp4.md: two windows in flight, one chunk of x, and no warp without a window."""
+    plan = mma_plan.plan_mma(*shape, H200)
+    assert ((plan.row_warps, plan.k_warps), plan.splits) == (rows_by_k_warps, splits)
+    assert (plan.prefetch, plan.x_stages) == (2, 1) and plan.k_warps * plan.splits <= shape[2] // 64
+
+
 @pytest.mark.parametrize("m", [1, 3, 8, 16])
 def test_x_comes_in_bulk_where_it_may(m):
     common = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192))

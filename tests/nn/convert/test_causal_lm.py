@@ -110,13 +110,59 @@ def test_gelu_that_is_spelled_out_is_one_operation_on_a_gpu(name, monkeypatch):
     # The same formula in fp32 in another order, over values to 8; the other formula is off by 4e-4.
     torch.testing.assert_close(y, module(x), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected_grad, rtol=1e-5, atol=2e-6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert swapped(x.detach().bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(swapped(input=x), y)
+    copied = copy.deepcopy(swapped)
+    assert type(copied) is type(module) and torch.equal(copied(x), module(x))
+
+
+@pytest.mark.gpu
+def test_under_autocast_gelu_keeps_the_type_of_its_input():
+    plain = ACT2FN["gelu_new"]
+    swapped = copy.deepcopy(plain)
+    fused_modules.swap(swapped, fused_modules.fused_gelu(swapped))  # type: ignore[arg-type]
+    x = torch.linspace(-8, 8, 1001, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, expected = swapped(x), plain(x)
+    assert (y.dtype, expected.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(
+        y, expected.bfloat16(), rtol=2**-7, atol=2**-9
+    )  # one rounding to bf16, and its neighbour
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
-def test_activations_that_are_one_operation_or_another_formula_stay(name):
+def test_activations_that_are_one_operation_stay(name):
     assert fused_modules.fused_gelu(ACT2FN[name]) is None
+
+
+class ClippedGELU(nn.Module):
+    """Beyond 10 another function."""
+
+    def forward(self, input):
+        return (0.5 * input * (1.0 + torch.erf(input / 2**0.5))).clamp(max=10)
+
+
+class TrainingGELU(nn.Module):
+    def forward(self, input):
+        return (2 if self.training else 1) * 0.5 * input * (1.0 + torch.erf(input / 2**0.5))
+
+
+class ScaledGELU(nn.Module):
+    def forward(self, input, scale=1.0):
+        return scale * 0.5 * input * (1.0 + torch.erf(input / 2**0.5))
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (ClippedGELU(), "something else than GELU"),
+        (TrainingGELU().eval(), "something else than GELU"),
+        (ScaledGELU(), "takes scale in addition"),
+        (transformers.activations.gelu_new, "all models share it"),
+    ],
+    ids=["clipped", "training", "scaled", "shared"],
+)
+def test_gelu_of_another_kind_stays(module, why):
+    assert why in str(fused_modules.fused_gelu(module))
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:

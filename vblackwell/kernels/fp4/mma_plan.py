@@ -183,10 +183,10 @@ def _plan_bulk(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
 
 
 def _plan_short(tokens: int, n: int, k: int, gpu: Gpu) -> MmaPlan:
-    """x in bulk copies where K is below 1024: blocks in fewest waves, in which a multiprocessor has least to do, half
-    of K each or else two windows more; of the numbers of K warps that leave a scheduler fewest windows one that makes
-    four warps, or eight of a larger weight. On an H100 within 6 % of the fastest of 20 plans in the seven of ten cells
-    where it was among them (docs/journal/fp4.md)."""
+    """x in bulk copies where K is below 1024: blocks in fewest waves, in which a multiprocessor has least to do; from
+    three rows on half of K each, or else two windows more. Of the numbers of K warps that leave a scheduler fewest
+    windows one that makes four warps, or eight of a larger weight. On an H100 within 7 % of the fastest of 20 plans in
+    the seven of ten cells where it was among them (docs/journal/fp4.md)."""
     windows, more = ceil_div(k, 64), {1: 0} if tokens <= 2 else {1: 2, 2: 0}
     _, _, row_warps, splits = min(
         (waves, row_warps * ceil_div(windows, splits) + more[splits], row_warps, splits)

@@ -7,6 +7,7 @@ fp32, and must give what the fused op stands for. A module that qualifies gets a
 
 import functools
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -155,24 +156,34 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
 
 
 def fused_gelu(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for GELU that is spelled out: on a GPU one pass over memory, in the input's type, where autocast
-    makes of each power and product another fp32 tensor of the feed-forward's width."""
-    forward: Any = inspect.unwrap(plain_class(module).forward)
-    spelled = {"tanh", "erf"} & set(getattr(getattr(forward, "__code__", None), "co_names", ()))
-    if "GELU" not in type(module).__name__ or not spelled or module._modules or module._parameters:
+    """As `fused_norm`, for GELU that a forward spells out: on a GPU one pass over memory, in the input's type, where
+    autocast makes of each power and product another fp32 tensor of the feed-forward's width."""
+    original = plain_class(module)
+    names = getattr(getattr(inspect.unwrap(original.forward), "__code__", None), "co_names", ())
+    if "GELU" not in type(module).__name__ or not {"tanh", "erf"} & set(names):
         return None
-    x, found = torch.linspace(-6, 6, 97, device="cpu"), "it computes something else than GELU"
+    if module._modules or module._parameters or module._buffers:
+        return "it has modules, parameters or buffers"
+    if any(each is module for each in vars(sys.modules[original.__module__]).values()):
+        return "all models share it"
+    if more := _more_inputs(module):
+        return more
+    x, why = torch.cat((torch.linspace(-6, 6, 97), torch.linspace(-40, 40, 41))), ""
     for approximate in ("tanh", "none"):
         ours = functools.partial(functional.gelu, x, approximate=approximate)
-        if not (found := _why_not(lambda: type(module).forward(twin_of(module), x), ours, found)):
-            return {"forward": _gelu_forward(plain_class(module), approximate)}
-    return found
+        modes = [functools.partial(original.forward, twin_of(module, training=mode), x) for mode in (True, False)]
+        found = [_why_not(theirs, ours, "it computes something else than GELU") for theirs in modes]
+        if found == [None, None]:
+            return {"forward": _gelu_forward(original, approximate)}
+        why = why or next(filter(None, found))
+    return why
 
 
 @functools.cache
 def _gelu_forward(original: Any, approximate: str) -> Callable[..., Tensor]:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return functional.gelu(input, approximate=approximate) if on_gpu(input) else original.forward(self, input)
+    def forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*args, *named.values())
+        return functional.gelu(x, approximate=approximate) if on_gpu(x) else original.forward(self, x)
 
     return forward
 
