@@ -1,5 +1,8 @@
 """Where there is no GPU, Triton's kernels run in its interpreter:
 it must be on before anything (transformers, say) imports triton.
+
+With ``-n`` the process that was started runs no test: it hands them to others, which wait until it has begun, so that
+it does without torch and triton.
 """
 
 import collections
@@ -8,23 +11,27 @@ import importlib.util
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.forks import ForkServer
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
-        from tests.interpreter import repair
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv or "-n 0" in " ".join(sys.argv):
+    import torch
 
-        repair()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+            from tests.interpreter import repair
 
-# One thread a test process: tensors here are small, and threads that wait for each other on a busy machine cost more.
-torch.set_num_threads(1)
+            repair()
+
+    # One thread a test process: tensors here are small, and threads that wait for each other on a busy machine cost
+    # more.
+    torch.set_num_threads(1)
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and Python then leaves it so: tests that send it
 # would wait in vain.

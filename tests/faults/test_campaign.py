@@ -14,8 +14,9 @@ from tests.faults.lab import Lab
 SEED = 35
 # What the run meets in these it meets in others as well: an ENOSPC or EIO, a SIGKILL, a second start, another bit.
 LIKE_OTHERS = {
-    *("kill-elsewhere", "killed-holder", "out-of-memory-kill", "two-signals", "two-runs-one-cache"),
+    *("kill-elsewhere", "kill-in-the-caches", "killed-holder", "out-of-memory-kill"),
     *("failing-sync", "small-disk", "small-spill-disk", "no-inodes", "flip-in-spill-file"),
+    *("two-signals", "two-runs-one-cache"),
 }
 
 if shutil.which("cc") is None and shutil.which("gcc") is None:
