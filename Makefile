@@ -1,6 +1,6 @@
 # Two commands do everything on a machine that has only Python 3.11+ and make:
 #   make train    creates .venv, installs, trains a small model that is larger than its fast memory
-#   make test     the suite, in seven minutes on two cores
+#   make test     the suite, in six minutes on two cores
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/

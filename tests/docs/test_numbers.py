@@ -107,9 +107,9 @@ def two_part() -> set[str]:
 
 
 SOURCES = {
-    "three lines of Python, clipping on": lambda: lines("2026-11-27T22:29", "2026-11-27T22:29"),
-    "three lines, no clipping": lambda: lines("2026-11-27T22:31", "2026-11-27T22:29"),
-    "three lines, every step clips": lambda: lines("2026-11-27T22:32", "2026-11-27T22:29"),
+    "three lines of Python, clipping on": lambda: lines("2026-11-28T03:35", "2026-11-28T03:35"),
+    "three lines, no clipping": lambda: lines("2026-11-28T01:34", "2026-11-28T01:32"),
+    "three lines, every step clips": lambda: lines("2026-11-28T01:35", "2026-11-28T01:32"),
     "streamed, every setting by hand": streamed,
     "the same over peers": streamed,
     "the same over our own resident run": streamed,
