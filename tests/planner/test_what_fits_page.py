@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from vblackwell.machine.rates import assumed_rates
 from vblackwell.planner.model_spec import KNOWN_MODELS
@@ -57,6 +58,9 @@ def test_a_row_is_what_the_code_says(task):
 @pytest.mark.slow
 def test_the_screen_of_one_model_is_what_is_printed(monkeypatch, capsys):
     """docs/estimate.md shows it up to what is to be typed."""
+    pinned = re.findall(r"^transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    if [transformers.__version__] != pinned:
+        pytest.skip(f"the page was printed with transformers {pinned[0]}, whose layers others need not equal")
     monkeypatch.setattr(command, "rates_of", assumed_rates)
     shown = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8").split("```\n")[1].split("\n...")[0].split("\n")
     model, *words = shlex.split(shown[0])[3:]
