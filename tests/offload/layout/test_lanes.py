@@ -270,16 +270,14 @@ def test_measured_steps(share, weight_gib, tokens_per_second, up_gb):
 
 
 @pytest.mark.parametrize("alone", [1.8e9, 2.2e9, 2.65e9])
-@pytest.mark.parametrize("slower", [1.0, 0.85])
-def test_the_measured_share_is_near_the_best(alone, slower):
-    """What `share_for` makes of rates that are measured alone, against the best of a row of shares, simulated: 1.2 to
-    5.5 % above, and at most 2.6 % where the CPU is slower than was measured, for which it leaves room."""
+def test_the_measured_share_is_near_the_best(alone):
+    """What `share_for` makes of rates that are measured alone, against the best of a row of shares, simulated."""
     cpu, weight_gib = CPU_DURING_COPIES * alone, 2.7
-    rates = replace(H200, cpu_adamw=slower * cpu)
+    rates = replace(H200, cpu_adamw=cpu)
     pass_bytes = 4 - 2 * (weight_gib * GiB - 3 * 2 * BLOCK) / (2 * EDGE + LAYERS * BLOCK)
     seconds = {
         share: simulate(llama(share, weight_gib), rates).step_seconds
-        for share in (0.15, 0.2, 0.25, 0.3, 0.33, 0.36, 0.4, 0.44)
+        for share in (0.2, 0.25, 0.3, 0.33, 0.36, 0.4, 0.44)
     }
     chosen = simulate(llama(share_for(H200.up_both, cpu, pass_bytes), weight_gib), rates).step_seconds
-    assert chosen <= (1.06 if slower == 1 else 1.03) * min(seconds.values())
+    assert chosen <= 1.03 * min(seconds.values())

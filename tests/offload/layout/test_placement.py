@@ -11,6 +11,7 @@ from vblackwell.errors import InsufficientMemory
 from vblackwell.offload.layout.groups import find_groups, moment_ranges
 from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import (
+    IN_STEP,
     LINK_USE,
     OVERLAP,
     PASS_BYTES,
@@ -65,7 +66,7 @@ def test_what_lives_on_level0_asks_nobody():
     def share(**sizes: int) -> float:
         return share_of_all(groups, StreamingOptions(**sizes), lambda: rates)
 
-    with_rollback = 50e9, 1.6e9 / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
+    with_rollback = 50e9, 1.6e9 * IN_STEP / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
     assert share() == share_for(*with_rollback, 4.0) < share_for(*rates, 4.0)
     # Of the other eight, two stay loaded.
     few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)

@@ -129,7 +129,7 @@ def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worke
     """The caller may give away the memory that it passed when it raises; and the ring is whole for the next one."""
     on_a_cpu(monkeypatch)
     failed = 0
-    for seed in range(15):
+    for seed in range(30):
         world = World(seed, Setting(num_groups=2, in_ram=40.0, buffers=1 + seed % 3, eagerness=0.1, lane=lane), worker)
         refusing = Refusing(monkeypatch, world.queues)
         for group in world.groups * 3:
@@ -144,7 +144,7 @@ def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worke
             world.update(group, final=True, late=False)
         world.finish()
         world.close()
-    assert failed > 15
+    assert failed > 30
 
 
 @pytest.mark.parametrize("lane", [Lane, CudaLane])

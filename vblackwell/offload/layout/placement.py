@@ -10,10 +10,11 @@ and backward bring up ``pass_bytes`` of every parameter, twice its weight less w
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
 with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
-has `OVERLAP` of a step: from the first gradient to the next forward, and less, because a CPU that is late costs more
-than one that could do more. Of 24 drawn cases, simulated, steps took at 0.95, 0.75 and 0.6 of it 8.1, 1.4 and 2.4 %
-longer than at the best share, and with a CPU 15 % slower than was measured 19.5, 4.4 and 0.9 %. The CPU's rate is that
-of updates which can be rolled back, as they are by default: they write next to what they read.
+has `OVERLAP` of a step: from the first gradient to the next forward. The CPU's rate is that of updates which can be
+rolled back, as they are by default: they write next to what they read; and `IN_STEP` of what is measured, as threads
+that issue and land take cores in a step, and a CPU that is late costs more than one that could do more. Of 24 drawn
+cases, simulated, steps took 8.1 % longer than at the best share with all of the rate and 1.4 % with three quarters,
+19.5 and 4.4 % where the CPU was 15 % slower than was measured (docs/journal/offload.md).
 """
 
 import math
@@ -60,7 +61,7 @@ BUFFER_BYTES = 144 * MiB
 MAX_BUFFERS = 24
 
 STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
-LINK_USE, OVERLAP = 0.9, 0.75
+LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.75
 MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
@@ -264,7 +265,7 @@ def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: M
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()
-    cpu /= 1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES
+    cpu *= IN_STEP / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
     return round(part * share_for(link, cpu, pass_bytes(streamed, options.weight_bytes)), 2)
 
 
