@@ -115,6 +115,18 @@ def test_gelu_that_is_spelled_out_is_one_operation_on_a_gpu(name, monkeypatch):
     assert type(copied) is type(module) and torch.equal(copied(x), module(x))
 
 
+def test_gelu_is_recognised_whatever_the_defaults_are(monkeypatch):
+    """And where the module that made its class is not known."""
+    gelu = copy.deepcopy(ACT2FN["gelu_new"])
+    monkeypatch.setattr(type(gelu), "__module__", "a.module.that.is.gone")
+    with torch.device("meta"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert isinstance(fused_modules.fused_gelu(gelu), dict)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.gpu
 def test_under_autocast_gelu_keeps_the_type_of_its_input():
     plain = ACT2FN["gelu_new"]

@@ -164,11 +164,13 @@ def fused_gelu(module: nn.Module) -> Overrides | str | None:
         return None
     if module._modules or module._parameters or module._buffers:
         return "it has modules, parameters or buffers"
-    if any(each is module for each in vars(sys.modules[original.__module__]).values()):
+    home = sys.modules.get(original.__module__)
+    if home is not None and any(each is module for each in vars(home).values()):
         return "all models share it"
     if more := _more_inputs(module):
         return more
-    x, why = torch.cat((torch.linspace(-6, 6, 97), torch.linspace(-40, 40, 41))), ""
+    near, far = (torch.linspace(-end, end, 97, dtype=torch.float32, device="cpu") for end in (6, 40))
+    x, why = torch.cat((near, far)), ""
     for approximate in ("tanh", "none"):
         ours = functools.partial(functional.gelu, x, approximate=approximate)
         modes = [functools.partial(original.forward, twin_of(module, training=mode), x) for mode in (True, False)]
