@@ -4,7 +4,7 @@
 may move between host and GPU from one step to the next. torch's kernel works in fp32, with scalars derived in double
 (`AdamWStep`), on vectors of 4 to 16 elements and then one by one on the rest. Its C++ leaves it to the compiler which
 sums become fused multiply-adds, and builds of torch, instruction sets, and the two loops of one build differ.
-`torch_order` therefore asks the torch at hand, once, and the CUDA kernel is compiled for the answer.
+`torch_order` therefore asks the torch at hand, once, and the CUDA kernel, as `adamw.c`, is compiled for the answer.
 
 A piece is flat and contiguous, starts at a multiple of 4096 elements from its parameter's start, and only a parameter's
 last piece may have a length that is not such a multiple, because of the scalar loop at the end.
@@ -77,7 +77,7 @@ class Order:
 def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
     betas: dict[str, Any] = {"beta1": numbers.beta1, "beta2": numbers.beta2, "amsgrad": False, "maximize": False}
     others: dict[str, Any] = {"lr": numbers.lr, "weight_decay": numbers.weight_decay, "eps": numbers.eps}
-    step = torch.tensor(float(numbers.step), dtype=torch.float32)
+    step = torch.tensor(float(numbers.step), dtype=torch.float32, device="cpu")
     tensors = ([weights], [gradient], [exp_avg], [exp_avg_sq], [], [step])
     torch._fused_adamw_(*tensors, **betas, **others)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -86,6 +86,11 @@ def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 def torch_order() -> Order:
     """Ask torch: 256 random elements, each in all 31 places of a tensor that has vectors and a rest. Raises Unsupported
     where torch rounds in a way the kernels do not know."""
+    with torch.device("cpu"):
+        return _torch_order()
+
+
+def _torch_order() -> Order:
     generator = torch.Generator().manual_seed(0)
     g, m, v = (torch.rand(256, 1, generator=generator, dtype=torch.float32) + 1 for _ in range(3))
     numbers = AdamWStep(1e-3, 0.7, 0.4, 1e-8, 0.0, 1)
@@ -114,7 +119,7 @@ def torch_order() -> Order:
             return Order(width, (lerp[0] == [1], lerp[-1] == [1]), (square[0][0], square[-1][0]))
     raise Unsupported(
         f"torch {torch.__version__} rounds AdamW on this CPU ({torch.backends.cpu.get_cpu_capability()}) in a way that"
-        f" the kernel does not know (lerp {lerp}, square {square}): update on the CPU instead"
+        f" the kernels do not know (lerp {lerp}, square {square})"
     )
 
 
@@ -163,7 +168,7 @@ def chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(elements, fp32 values of (``previous`` + ``gradient``) * ``factor``), ``size`` at a time; ``sums`` receives the
     sums of squares before ``factor``."""
-    scratch = torch.empty(min(size, len(gradient)))
+    scratch = torch.empty(min(size, len(gradient)), dtype=torch.float32, device=gradient.device)
     for start in range(0, len(gradient), size):
         part = slice(start, start + size)
         values, memory = gradient[part], scratch[: len(gradient[part])]
@@ -284,7 +289,7 @@ def adamw_piece(
     if device.type != "cuda":
         with torch.no_grad():
             size = 0 if remainder is None else min(CHUNK, n)
-            bits, rounded = (torch.empty(size, dtype=torch.int32) for _ in range(2))
+            bits, rounded = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(2))
             for part, values in chunks(gradient, previous, factor, square_sums, CHUNK):
                 if remainder is None:
                     _fused(weight[part], values, exp_avg[part], exp_avg_sq[part], numbers)

@@ -1,0 +1,266 @@
+"""AdamW and sums on the CPU in C: the bits of torch's operations, which is what runs where there is no compiler."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vblackwell.errors import Unsupported
+from vblackwell.kernels.optimizer import adamw, cpu
+from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
+from vblackwell.kernels.optimizer.cpu import States, Sum, Update
+from vblackwell.kernels.runtime import host_compiler
+
+LIBRARY = cpu._library.__wrapped__  # as at a process's first question
+
+ODD_BITS = [
+    0x7FFFFFFF,
+    -1,
+    0x7F800001,
+    0x7F808000,
+    -0x7FFFFF,
+    0x7FC00000,
+    0x7F800000,
+    -0x800000,
+    0x7F7FFFFF,
+    0x7F7F8000,
+]
+
+
+@pytest.fixture(scope="module", params=["C", "torch"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """C, where the machine has a compiler; torch: as where it has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(cpu, "_library", lambda: (None, "none asked for"))
+        elif not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            pytest.skip("there is no C compiler")
+        else:
+            assert cpu.why_not() == "" and cpu.library() is not None
+        yield request.param
+
+
+def states_of(length: int, generator: torch.Generator, *, split: bool) -> States:
+    weight, exp_avg, exp_avg_sq = (torch.randn(length, generator=generator) for _ in range(3))
+    remainder = torch.randint(-(2**15), 2**15, (length,), generator=generator).to(torch.int16) if split else None
+    return States(weight.to(torch.bfloat16) if split else weight, remainder, exp_avg, exp_avg_sq.square())
+
+
+def copied(states: States) -> States:
+    return States(*(None if each is None else each.clone() for each in states))
+
+
+def stepped(states: States, gradient: torch.Tensor, numbers: AdamWStep, factor: torch.Tensor | None) -> States:
+    """torch's fused AdamW on whole fp32 tensors, its result split by integers."""
+    weight, remainder, exp_avg, exp_avg_sq = copied(states)
+    if remainder is not None:
+        weight = ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+    values = gradient.float() if factor is None else gradient.float() * factor
+    adamw._fused(weight, values, exp_avg, exp_avg_sq, numbers)
+    if remainder is not None:
+        bits = weight.view(torch.int32)
+        weight, remainder = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+    return States(weight, remainder, exp_avg, exp_avg_sq)
+
+
+def same(a: States, b: States) -> bool:
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return all(torch.equal(x.view(torch.int8), y.view(torch.int8)) for x, y in pairs)
+
+
+@given(
+    length=st.sampled_from([1, 7, 16, 31, 1023, 1024, 4096, 4101, 65553]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    split=st.booleans(),
+    clipped=st.booleans(),
+    elsewhere=st.booleans(),
+    first=st.integers(0, 3),
+    beta1=st.sampled_from([0.9, 0.3]),
+    decay=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_bits_are_those_of_torchs_operations(
+    length: int,
+    dtype: torch.dtype,
+    split: bool,
+    clipped: bool,
+    elsewhere: bool,
+    first: int,
+    beta1: float,
+    decay: float,
+    seed: int,
+):
+    """Three steps. ``first``: where tensors begin in their memory: streams past the caches need 32 or 64 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    now = States(
+        *(None if each is None else each[first:] for each in states_of(length + first, generator, split=split))
+    )
+    expected = copied(now)
+    factor = torch.tensor(0.37) if clipped else None
+    for step in (1, 2, 3):
+        gradient = torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+        numbers = AdamWStep(3e-3, beta1, 0.95, 1e-8, decay, step)
+        expected = stepped(expected, gradient, numbers, factor)
+        was, before = now, copied(now)
+        if elsewhere:
+            now = States(*(None if each is None else torch.full_like(each, 77) for each in now))
+        cpu.update([Update(now, was, gradient, factor, numbers)])
+        assert same(now, expected)
+        assert not elsewhere or same(was, before)
+
+
+def test_numbers_that_are_none():
+    """Infinite gradients, masters that are NaN, and moments too small to be normal: as torch has them, NaN for NaN."""
+    count = 2 * 1024 + 33  # the odd ones are the last of three blocks, whose others are healthy
+    truth = torch.randn(count).view(torch.int32)
+    truth[-33:] = torch.tensor([*ODD_BITS, 1] * 3, dtype=torch.int32)
+    weight, remainder = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+    adamw.split(truth, weight, remainder, torch.empty(count, dtype=torch.int32))
+    gradient = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 2.0**-24, -(2.0**-14)] * count)[:count]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for lr in (0.0, 0.1):
+            ours = States(weight.clone(), remainder.clone(), torch.full((count,), 1e-40), torch.full((count,), 1e-42))
+            theirs, numbers = copied(ours), AdamWStep(lr, 0.9, 0.95, 1e-8, 0.0, 1)
+            adamw_piece(*theirs, gradient.to(dtype), numbers)
+            cpu.update([Update(ours, ours, gradient.to(dtype), None, numbers)])
+            for a, b in ((ours.weight, theirs.weight), *zip(ours[2:], theirs[2:], strict=True)):
+                assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+            finite = ~ours.weight.isnan()
+            assert torch.equal(ours.remainder[finite], theirs.remainder[finite])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_are_torchs(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(1)
+    for length in (1, 1024, 4101):
+        first, addend = (torch.randn(length, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+        total = torch.full((length,), torch.nan)
+        cpu.add_up([Sum(total, first, None), Sum(kept := torch.ones(length), None, addend)])
+        assert torch.equal(total, first.float()) and torch.equal(kept, torch.ones(length).add_(addend))
+        cpu.add_up([Sum(total, first, addend)])
+        assert torch.equal(total, first.float().add_(addend))
+
+
+def test_every_half_is_widened_to_its_value():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    total = torch.empty(2**16)
+    cpu.add_up([Sum(total, every, None)])
+    assert torch.equal(total.isnan(), every.isnan()) and torch.equal(total.nan_to_num(), every.float().nan_to_num())
+
+
+def test_other_threads_run_meanwhile(way: str):
+    """A busy main thread must not be stopped for the length of an update."""
+    if way == "torch":
+        return  # whose operations take the lock
+    length = 1 << 23
+    states = States(torch.zeros(length), None, torch.zeros(length), torch.zeros(length))
+    update = Update(states, states, torch.ones(length), None, AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1))
+    cpu.update([update])  # compiled, and memory made
+    counted, thread = 0, threading.Thread(target=cpu.update, args=([update],))
+    thread.start()
+    while thread.is_alive():
+        counted += 1
+    # The update takes tens of milliseconds, a turn of the loop under a microsecond; with the lock held there would be a
+    # few turns.
+    assert counted > 1000
+
+
+def test_states_of_another_length_are_refused():
+    states = States(torch.zeros(5), None, torch.zeros(5), torch.zeros(5))
+    with pytest.raises(ValueError, match=r"a gradient of 4 elements, and states of \[\(5,\), "):
+        cpu.update([Update(states, states, torch.zeros(4), None, AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1))])
+
+
+# -- a machine without a compiler, or with another ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def failing_compiler(folder: Path, said: str) -> str:
+    found = folder / "failing-cc"
+    found.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\necho '{said}' >&2\nexit 3\n")
+    found.chmod(0o755)
+    return str(found)
+
+
+def test_what_is_missing_is_named(empty_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    failing = failing_compiler(empty_cache, "no such option")
+    monkeypatch.setenv("CC", failing)
+    if any(map(shutil.which, ("cc", "gcc", "clang"))):
+        assert LIBRARY()[0] is not None, "the next one is asked"
+    monkeypatch.setenv("PATH", str(empty_cache))
+    assert LIBRARY() == (None, f"{failing}: ended with 3: no such option")
+    monkeypatch.setenv("CC", "")
+    with pytest.raises(Unsupported, match=r"no C compiler .*: install one, e.g. apt install gcc"):
+        host_compiler.shared_library(cpu.SOURCE, {})
+
+
+def test_a_library_is_kept_and_one_that_rounds_otherwise_is_not_used(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("there is no C compiler")
+    order = adamw.torch_order()
+    other = adamw.Order(order.width, (not order.lerp[0], order.lerp[1]), order.square)
+    monkeypatch.setattr(cpu, "torch_order", lambda: other)
+    native, why = LIBRARY()
+    assert native is None and "rounds as torch does not" in why
+    assert len(list((empty_cache / "vblackwell" / "host").iterdir())) == 1
+    monkeypatch.setattr(cpu, "torch_order", lambda: order)
+    for _ in range(2):
+        assert LIBRARY()[0] is not None
+    assert len(list((empty_cache / "vblackwell" / "host").iterdir())) == 2
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
+def test_a_cache_that_cannot_be_kept_is_no_error(home: str, way: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    if way == "C":
+        assert LIBRARY()[0] is not None
+
+
+def test_a_damaged_library_is_made_anew(empty_cache: Path, way: str):
+    if way == "C":
+        assert LIBRARY()[0] is not None
+        (kept,) = (empty_cache / "vblackwell" / "host").iterdir()
+        kept.unlink()  # the process may have it mapped
+        kept.write_bytes(b"no library")
+        assert LIBRARY()[0] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_callers_defaults_change_nothing(way: str, dtype: torch.dtype):
+    states = states_of(5003, torch.Generator().manual_seed(0), split=True)
+    gradient, numbers = torch.ones(5003, dtype=torch.bfloat16), AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0, 1)
+    expected = stepped(states, gradient, numbers, None)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert adamw.torch_order.__wrapped__() == adamw.torch_order()
+            assert way == "torch" or LIBRARY()[0] is not None
+            cpu.update([Update(states, states, gradient, None, numbers)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(states, expected)
+
+
+def test_a_split_master_keeps_nan_and_infinity():
+    truth = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32)
+    weight, remainder = torch.empty(len(truth), dtype=torch.bfloat16), torch.empty(len(truth), dtype=torch.int16)
+    scratch = torch.empty(len(truth), dtype=torch.int32)
+    adamw.split(truth.view(torch.int32), weight, remainder, scratch)
+    joined = adamw.join(weight, remainder, scratch)
+    assert torch.equal(weight.isnan(), truth.isnan()) and torch.equal(joined.isnan(), truth.isnan())
+    assert torch.equal(joined[~truth.isnan()], truth[~truth.isnan()])

@@ -1,0 +1,207 @@
+"""AdamW on the CPU in one pass over memory, and sums of gradients: C, with the interpreter's lock released, in the
+thread that calls; where there is no C compiler, torch's operations, which take two to three times as long and the lock.
+
+Both have the bits of `adamw_piece`: the C is asked once, in all its types, and not used where it differs. An update
+that may have to be taken back writes new states next to the old: past the caches, that is as fast as in place (26 bytes
+a parameter with a split master; torch also reads what it overwrites).
+"""
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import Unsupported
+from vblackwell.kernels.optimizer.adamw import GRADIENTS, AdamWStep, adamw_piece, torch_order
+from vblackwell.kernels.runtime.host_compiler import shared_library
+
+SOURCE = Path(__file__).with_name("adamw.c")
+
+
+def _cut(tensor: Tensor | None, elements: slice) -> Any:
+    return None if tensor is None else tensor[elements]
+
+
+def _copy(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.clone()
+
+
+class States(NamedTuple):
+    """Of a parameter or a part of it, all flat: an fp32 weight, or a bf16 one with its remainder; fp32 moments."""
+
+    weight: Tensor
+    remainder: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def part(self, elements: slice) -> "States":
+        return States(*map(_cut, self, (elements,) * 4))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One AdamW step that makes ``new`` of ``old``, the same memory or other; ``gradient``: (n,) of any float type,
+    times ``factor``, an fp32 scalar. A part of a parameter starts at a multiple of 4096 elements (`adamw_piece`).
+    """
+
+    new: States
+    old: States
+    gradient: Tensor
+    factor: Tensor | None
+    numbers: AdamWStep
+
+    def __len__(self) -> int:
+        return len(self.gradient)
+
+    def part(self, elements: slice) -> "Update":
+        new, old, gradient = self.new.part(elements), self.old.part(elements), self.gradient[elements]
+        return Update(new, old, gradient, self.factor, self.numbers)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """``total``, (n,) fp32, becomes ``first`` (None: what it was) plus ``addend`` (None: 0), of any float type."""
+
+    total: Tensor
+    first: Tensor | None
+    addend: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.total)
+
+    def part(self, elements: slice) -> "Sum":
+        return Sum(self.total[elements], _cut(self.first, elements), _cut(self.addend, elements))
+
+
+def update(updates: Sequence[Update]) -> None:
+    """Make ``updates`` in this thread. Raises ValueError: tensors that have not as many elements."""
+    for each in updates:
+        sizes = [tuple(tensor.shape) for tensor in (*each.new, *each.old) if tensor is not None]
+        if sizes != [(len(each),)] * len(sizes):
+            raise ValueError(f"a gradient of {len(each)} elements, and states of {sizes}")
+    native = library()
+    updates = [each if _known(each.gradient) else replace(each, gradient=each.gradient.float()) for each in updates]
+    if native is None:
+        _update_by_torch(updates)
+    else:
+        _call(native.update, _Update, [_update_words(each) for each in updates])
+
+
+def add_up(sums: Sequence[Sum]) -> None:
+    """Make ``sums`` in this thread."""
+    native = library()
+    by_torch = [each for each in sums if native is None or not _known(each.first, each.addend)]
+    for each in by_torch:
+        if each.first is not None:
+            each.total.copy_(each.first)
+        if each.addend is not None:
+            each.total.add_(each.addend)
+    if native is not None and len(by_torch) < len(sums):
+        rest = [each for each in sums if _known(each.first, each.addend)]
+        _call(native.add_up, _Sum, [_sum_words(each) for each in rest])
+
+
+def _known(*tensors: Tensor | None) -> bool:
+    return all(each is None or each.dtype in GRADIENTS for each in tensors)
+
+
+@torch.no_grad()
+def _update_by_torch(updates: Sequence[Update]) -> None:
+    for each in updates:
+        for new, old in zip(each.new, each.old, strict=True):
+            if new is not None and old is not None and new.data_ptr() != old.data_ptr():
+                new.copy_(old)
+        adamw_piece(*each.new, each.gradient, each.numbers, factor=each.factor)
+
+
+# -- the library -------------------------------------------------------------------------------------------------------
+
+
+class _Update(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("old_weight", "old_remainder", "old_exp_avg", "old_exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("gradient", "factor")),
+        *((name, ctypes.c_int64) for name in ("count", "tail_start")),
+        ("by", ctypes.c_int32 * 7),
+        ("gradient_type", ctypes.c_int32),
+    ]
+
+
+class _Sum(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("total", "first", "addend")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("first_type", "addend_type")),
+    ]
+
+
+def _update_words(each: Update) -> _Update:
+    at = (_address(tensor) for tensor in (*each.new, *each.old, each.gradient, each.factor))
+    words = (ctypes.c_int32 * 7)(*each.numbers.words)
+    return _Update(*at, len(each), torch_order().tail_start(len(each)), words, GRADIENTS[each.gradient.dtype])
+
+
+def _sum_words(each: Sum) -> _Sum:
+    types = (0 if tensor is None else GRADIENTS[tensor.dtype] for tensor in (each.first, each.addend))
+    return _Sum(_address(each.total), _address(each.first), _address(each.addend), len(each), *types)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _call(function: Callable[..., None], kind: type[ctypes.Structure], words: Sequence[ctypes.Structure]) -> None:
+    function((kind * len(words))(*words), ctypes.c_int64(len(words)))
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled C; None where `why_not` says why there is none."""
+    return _library()[0]
+
+
+def why_not() -> str:
+    """Why updates on this CPU are torch's operations; empty where they are not."""
+    return _library()[1]
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        order = torch_order()
+        names = ("LERP", "TAIL_LERP", "SQUARE", "TAIL_SQUARE")
+        built = shared_library(SOURCE, dict(zip(names, map(int, (*order.lerp, *order.square)), strict=True)))
+    except Unsupported as error:
+        return None, str(error)
+    with torch.device("cpu"), torch.no_grad():
+        if not _has_torchs_bits(built):
+            return None, f"what this machine's C compiler makes of {SOURCE.name} rounds as torch does not"
+    return built, ""
+
+
+def _has_torchs_bits(built: ctypes.CDLL) -> bool:
+    """Whether 5,003 elements, in vectors and in the rest, come out as torch's: split and whole, from all gradients, in
+    place and elsewhere, and sums."""
+    generator, count = torch.Generator().manual_seed(0), 5003
+    values = [torch.randn(count, generator=generator, dtype=torch.float32) for _ in range(4)]
+    weight, exp_avg, exp_avg_sq, rest = values[0], values[1], values[2].square(), torch.arange(count, dtype=torch.int16)
+    factor, numbers = torch.tensor(0.37, dtype=torch.float32), AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 3)
+    for dtype, split in itertools.product(GRADIENTS, (False, True)):
+        gradient, clipped = values[3].to(dtype), None if split else factor
+        old = States(weight.to(torch.bfloat16) if split else weight, rest if split else None, exp_avg, exp_avg_sq)
+        elsewhere, here, expected = (States(*map(_copy, old)) for _ in range(3))
+        ours = Update(elsewhere, old, gradient, clipped, numbers), Update(here, here, gradient, clipped, numbers)
+        _call(built.update, _Update, [_update_words(each) for each in ours])
+        adamw_piece(*expected, gradient, numbers, factor=clipped)
+        total, summed = torch.empty_like(weight), weight + gradient
+        _call(built.add_up, _Sum, [_sum_words(Sum(total, weight, gradient))])
+        pairs = [(total, summed), *zip(elsewhere, expected, strict=True), *zip(here, expected, strict=True)]
+        if not all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None):
+            return False
+    return True
