@@ -39,6 +39,8 @@ def test_advice_names_what_is_missing(tmp_path):
     assert advice(plenty, DiskFacts(tmp_path, 100 * GiB, "ext4"), [], "x", wsl=False) == [
         "GPU: x. Training runs on the CPU."
     ]
+    found = advice(plenty, DiskFacts(tmp_path, 100 * GiB, "ext4"), [], "x", wsl=False, why_not="no cc was found")
+    assert found[1] == "AdamW on the CPU: PyTorch's operations, at half the speed or less: no cc was found."
     assert "slow" in "\n".join(advice(plenty, DiskFacts(tmp_path, 100 * GiB, "9p"), [gpu()], "x", wsl=False))
 
 
@@ -51,9 +53,17 @@ def test_gpus_have_the_numbers_that_cuda_gives_them(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(shown))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: shown[device.index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU number 2")
-    for name in ("host_copy_gbps", "cpu_matmul_gflops", "keep_disk", "keep_rates", "as_rates", "has_bf16"):
+    for name in (
+        "host_copy_gbps",
+        "cpu_matmul_gflops",
+        "keep_disk",
+        "keep_rates",
+        "as_rates",
+        "has_bf16",
+        "host_adamw_gparams",
+    ):
         monkeypatch.setattr(doctor_module, name, lambda *_: 1.0)
-    for name in ("adamw_gparams", "disk_gbps", "gpu_rates"):
+    for name in ("disk_gbps", "gpu_rates"):
         monkeypatch.setattr(doctor_module, name, lambda place: 1.0)
     doctor(True, str(tmp_path))
     found = json.loads(capsys.readouterr().out)["gpus"]

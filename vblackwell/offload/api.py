@@ -6,6 +6,7 @@ levels hold the model, and level 0 what is in use. The choice is arithmetic (`by
 
 import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
+from vblackwell.kernels.optimizer import cpu
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, is_causal_lm, restore_causal_lm
 from vblackwell.offload.engine import offload_of, stream
@@ -76,7 +78,7 @@ def enable_vgpu_stack_optimization(
             first on (the first of forward are the last of backward: nothing hides their loads).
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves loads: a group that
             stays over the turn from forward to backward, or from backward to forward, is not loaded again. Default: a
-            few groups.
+            few groups; on a GPU, when steps have shown what they need, what they leave of level 0 up to 78 % of it.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`),
             or 'auto': in RAM, as far as that has room, where level 0 is a GPU.
         states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights;
@@ -169,6 +171,11 @@ def enable_vgpu_stack_optimization(
         names[name] = engine.finalizer
         undone.pop_all()
     stack.measure_host_memory()  # the model's own is free now: moments, whose places are next, may have it
+    if on_gpu and engine.updates_on_host and (reason := cpu.why_not()):
+        said = (
+            f"AdamW on the CPU, which the GPU waits for, is PyTorch's operations, at half the speed or less: {reason}"
+        )
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
     return model
 
 

@@ -421,11 +421,10 @@ class Offload:
 
     def _needs_gradient_on_host(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""
-        if group in self._slice_rows:
+        level0 = self.level0
+        if group in self._slice_rows or level0 is None or group not in level0.groups:
             return True
-        if self.level0 is not None and group in self.level0.groups:
-            return group in self.level0.deferred
-        return (group, "master") not in self.storage
+        return group in level0.deferred
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -439,6 +438,12 @@ class Offload:
             if self.level0 is not None:
                 self.level0.drain()
             self.gradients.in_flight.sweep()
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU's AdamW has something to do."""
+        here = () if self.level0 is None else self.level0.groups
+        return any(group.trainable() and group not in here for group in self.groups)
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.kernels.optimizer.cpu import States, Sum, Update
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
 from vblackwell.machine.rates import Rates, keep_together, kept_together
 from vblackwell.memory.cache.stack import create_vgpu_stack
@@ -26,16 +28,15 @@ from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import map_slab
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.engine import stream
+from vblackwell.offload.layout.lanes import CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.offload.movement.state import Hyper
-from vblackwell.offload.movement.update_loop import MIN_PART, MasterLoop, SumLoop, update_threads
+from vblackwell.offload.movement.update_loop import MIN_PART, Loop, Stretch, make_sums, make_updates, update_threads
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.storage.initialize import ModelSource
 from vblackwell.trace.work import LOOP
 from vblackwell.units import MiB
 
 COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
-ADAMW_BYTES = 28  # a parameter that AdamW on a CPU, bound by its memory, reads and writes
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 DISK_SECONDS = 4.0  # each way: a slow disk is measured once
@@ -49,9 +50,10 @@ QUICK = 0.2  # of the steps of all samples: so many are not disturbed, whatever 
 GROUPS_STREAMED, MATRICES_OF_A_LAYER, WIDTH_OF_A_LAYER = 12, 9, 64
 GROUP_LEVELS = 64 * MiB, 64 * MiB
 GROUP_WEIGHTS = GROUPS_STREAMED * MATRICES_OF_A_LAYER * WIDTH_OF_A_LAYER**2  # half of the bytes of 2-byte weights
-CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
-# A parameter: of an update three fp32 and a bf16, of sums at the same time one fp32 and two bf16.
-MEASURED_BYTES = 22
+CPU_ELEMENTS = 48 << 20  # as a group of some size: 1.2 GiB of states, more than any cache
+FEW_ELEMENTS = 16 << 20  # where RAM is short
+# A parameter: of an update two fp32 and two of 2 bytes, twice, and a gradient; of sums at that time 8.
+MEASURED_BYTES = 34
 LINK_BYTES, COPIES = 64 * MiB, 4
 MEMORY_SHARE = 10  # no buffer of a measurement takes more than this part of what the process may still take of the GPU
 DUPLEX_SAMPLES = 8  # 6 ms each on the reference machine, where two found 46 and 47 of the 50 GB/s that steps have
@@ -143,8 +145,14 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / seconds_of(lambda: a @ a, _finish(device)) / 1e12
 
 
+def host_adamw_gparams() -> float:
+    """AdamW on the CPU as runs have it, in 1e9 parameters a second."""
+    update = HostUpdate()
+    return update.count / seconds_of(update) / 1e9
+
+
 def adamw_gparams(device: torch.device, count: int = ADAMW_PARAMETERS) -> float:
-    """Fused AdamW in fp32 on ``count`` parameters, in 1e9 parameters a second."""
+    """torch's fused AdamW in fp32 on ``count`` parameters, in 1e9 parameters a second."""
     param = torch.nn.Parameter(torch.zeros(count, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], fused=True)
@@ -275,7 +283,9 @@ def cpu_rates() -> Rates:
     """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: a tenth of a second."""
     copied, flops = host_copy_gbps(QUICK_COPY_BYTES) * 1e9, cpu_matmul_gflops(512) * 1e9
     memory, link, issue = 2 * copied, (copied, copied, copied / 2, copied / 2), issue_seconds(torch.device("cpu"))
-    return Rates(flops, flops, memory, *link, memory / ADAMW_BYTES, issue, source="products and copies on this CPU")
+    return Rates(
+        flops, flops, memory, *link, memory / CPU_UPDATE_BYTES, issue, source="products and copies on this CPU"
+    )
 
 
 def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates:
@@ -311,39 +321,42 @@ def _finish(device: torch.device) -> Action:
 
 
 def update_elements() -> int:
-    """Of a measured update: full parts for each thread, so that none waits at the end, while RAM is not short."""
+    """Of a measured update: several full parts for each thread, as in a run, while RAM is not short."""
     each_once = update_threads() * MIN_PART
     wanted = each_once * -(-CPU_ELEMENTS // each_once)
-    return wanted if wanted * MEASURED_BYTES <= memory_facts().available_bytes // 16 else CPU_ELEMENTS
+    return wanted if wanted * MEASURED_BYTES <= memory_facts().available_bytes // 16 else FEW_ELEMENTS
 
 
 class HostUpdate:
-    """AdamW on the host for ``count`` parameters in bf16, in memory as a level's; calling it is one step."""
+    """AdamW on the host for ``count`` parameters in bf16, in memory as a level's; calling it is one step, which writes
+    into shadows, as updates do that can be rolled back.
+    """
 
     def __init__(self, count: int | None = None) -> None:
         self.count = update_elements() if count is None else count
-        sizes = [4 * self.count] * 3 + [2 * self.count]
-        *states, weight = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
-        self._master, *self._moments = (each.view(torch.float32) for each in states)
-        self._weight, self._step, self._loop = weight.view(torch.bfloat16), torch.zeros(()), MasterLoop()
-        self._hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
+        sizes = [2 * self.count, 2 * self.count, 4 * self.count, 4 * self.count]
+        memory = map_slab(2 * sum(sizes) + sizes[0])
+        *both, gradient = memory[: 2 * sum(sizes) + sizes[0]].split([*sizes, *sizes, sizes[0]])
+        types = (torch.bfloat16, torch.int16, torch.float32, torch.float32)
+        both = [part.view(dtype) for part, dtype in zip(both, types * 2, strict=True)]
+        self._old, self._new = States(*both[:4]), States(*both[4:])
+        self._gradient, self._loop = gradient.view(torch.bfloat16), Loop(make_updates)
+        self._numbers = AdamWStep(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
 
     def __call__(self) -> None:
-        exp_avg, exp_avg_sq = self._moments
-        self._step.add_(1)
-        # The memory of the gradient is the weight's.
-        self._loop.add(self._master, self._weight, self._weight, exp_avg, exp_avg_sq, self._step, None, self._hyper)
+        self._old, self._new = self._new, self._old
+        self._loop.add(Stretch(Update(self._new, self._old, self._gradient, None, self._numbers)))
         self._loop.run()
 
 
 def adds_per_update(update: HostUpdate) -> float:
     """Gradients of a second micro-batch that the host adds up while ``update`` does one parameter: the median."""
-    sums, sizes = SumLoop(), [4 * update.count, 2 * update.count, 2 * update.count]
+    sums, sizes = Loop(make_sums), [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
-    tensors = total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16)
+    work = Sum(total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16))
 
     def add_up() -> None:
-        sums.add(*tensors)
+        sums.add(work)
         sums.run()
 
     ratios = [_seconds(update) / _seconds(add_up) for _ in range(1 + ADD_TURNS)]

@@ -56,6 +56,7 @@ class Resident:
     """A model that is wholly on level 0. Made by `enable_vgpu_stack_optimization`."""
 
     placement = "resident"
+    updates_on_host = False
 
     def __init__(
         self, model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: ModelSource
@@ -68,8 +69,7 @@ class Resident:
         ranges = [(group, "weight") for group in self.groups]
         for group in self.groups:
             if group.trainable() and group.needs_master:
-                is_split = all(slot.dtype == torch.bfloat16 for slot in group.slots)
-                ranges.append((group, "remainder" if is_split else "master"))
+                ranges.append((group, group.master_kind))
         self.storage.reserve(ranges)
         self._hooks: dict[Slot, Any] = {}
         opened = {group: dict[str, Tensor]() for group in self.groups}

@@ -114,13 +114,8 @@ class StepControl(Mover):
             return None
         if adding and not (buffer.is_whole() and self.gradients.has_all_on_host(group)):
             return None  # some parameters have earlier gradients, others not: the worker sorts that out
-        if self._places[group] is self.host_updates:
-            # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
-            # master. If that is sure to come, the gradient needs no separate range.
-            if not adding and not source.undo and (group, "master") in self._storage:
-                buffer.landing = "weight"
-            return None
-        return None if self.level0 and group in self.level0.deferred else self._start_early(group, buffer.bytes)
+        waits = self._places[group] is self.host_updates or (self.level0 and group in self.level0.deferred)
+        return None if waits else self._start_early(group, buffer.bytes)
 
     def _may_start_early(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced.

@@ -13,10 +13,18 @@ from typing import Any
 
 import torch
 
+from vblackwell.kernels.optimizer import cpu
 from vblackwell.machine import facts
 from vblackwell.machine.device import has_bf16
 from vblackwell.machine.rates import keep_disk, keep_rates
-from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
+from vblackwell.offload.measure import (
+    as_rates,
+    cpu_matmul_gflops,
+    disk_gbps,
+    gpu_rates,
+    host_adamw_gparams,
+    host_copy_gbps,
+)
 from vblackwell.units import GiB, format_bytes
 
 
@@ -31,7 +39,7 @@ def doctor(json: bool = False, disk_path: str = ".") -> int:
     measured: list[tuple[str, str, Callable[[], Any]]] = [
         ("RAM", "host_copy_gbps", host_copy_gbps),
         ("matrix product on the CPU", "cpu_matmul_gflops", cpu_matmul_gflops),
-        ("AdamW on the CPU", "cpu_adamw_gparams", lambda: adamw_gparams(torch.device("cpu"))),
+        ("AdamW on the CPU", "cpu_adamw_gparams", host_adamw_gparams),
         (f"disk at {disk_path}", "disk_gbps", lambda: disk_gbps(disk_path)),
     ]
     if reason is None:
@@ -51,16 +59,22 @@ def doctor(json: bool = False, disk_path: str = ".") -> int:
         "gpus": [asdict(gpu) for gpu in gpus],
         "gpu_refused": reason,
         "rates": rates,
-        "advice": advice(memory, disk, gpus, reason, wsl=facts.is_wsl()),
+        "advice": advice(memory, disk, gpus, reason, wsl=facts.is_wsl(), why_not=cpu.why_not()),
     }
     print(dumps(found, indent=2) if json else "\n".join(lines_of(found)))
     return 0
 
 
 def advice(
-    memory: facts.MemoryFacts, disk: facts.DiskFacts, gpus: list[facts.GPUFacts], gpu_refused: str | None, *, wsl: bool
+    memory: facts.MemoryFacts,
+    disk: facts.DiskFacts,
+    gpus: list[facts.GPUFacts],
+    gpu_refused: str | None,
+    *,
+    wsl: bool,
+    why_not: str = "",
 ) -> list[str]:
-    """What is missing for what, a sentence each; empty where nothing is."""
+    """What is missing for what, a sentence each; empty where nothing is. ``why_not``: of `cpu.why_not`."""
     found = []
     if gpu_refused is not None:
         found.append(f"GPU: {gpu_refused}. Training runs on the CPU" + (" only with --device cpu." if gpus else "."))
@@ -72,6 +86,8 @@ def advice(
             found.append("kernels: the triton package is missing; FP4 layers use plain torch.")
         elif not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
             found.append("kernels: no C compiler was found, which Triton needs at its first use: install gcc.")
+    if why_not:
+        found.append(f"AdamW on the CPU: PyTorch's operations, at half the speed or less: {why_not}.")
     if memory.limited_by != "machine":
         found.append(
             f"RAM: the cgroup {memory.limited_by} limits it to {format_bytes(memory.total_bytes)}, "

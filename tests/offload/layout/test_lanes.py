@@ -121,7 +121,7 @@ def test_the_cpu_adds_up_what_the_last_micro_batch_writes_back(where: str):
     """Also of groups whose update is late: their gradients pass the host before it, and come up in fp32."""
     cpu = replace(FAST, cpu_adamw=2000.0, adds_per_update=0.5)  # an update takes half a second, a sum one
     times = simulate(LanePlan(chain(**{where: True}), 12000, 20000, micro_batches=2), cpu)
-    updates = 6 * 0.5 * (1 + 2 / 28) if where == "on_host" else 0  # of a gradient that is 2 bytes wider
+    updates = 6 * 0.5 * (1 + 2 / 26) if where == "on_host" else 0  # of a gradient that is 2 bytes wider
     assert times.busy["cpu"] * times.step_seconds == pytest.approx(6 * 1.0 + updates, rel=1e-3)
     if where == "deferred":
         assert times.up_bytes == pytest.approx(6 * (10_000 + 4000), rel=0.01)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.offload.layout.groups import find_groups, moment_ranges
-from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import (
     IN_STEP,
     LINK_USE,
@@ -66,11 +65,11 @@ def test_what_lives_on_level0_asks_nobody():
     def share(**sizes: int) -> float:
         return share_of_all(groups, StreamingOptions(**sizes), lambda: rates)
 
-    with_rollback = 50e9, 1.6e9 * IN_STEP / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
-    assert share() == share_for(*with_rollback, 4.0) < share_for(*rates, 4.0)
+    in_step = 50e9, 1.6e9 * IN_STEP
+    assert share() == share_for(*in_step, 4.0) < share_for(*rates, 4.0)
     # Of the other eight, two stay loaded.
     few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)
-    assert few == round(0.8 * share_for(*with_rollback, 3.0), 2)
+    assert few == round(0.8 * share_for(*in_step, 3.0), 2)
 
 
 def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():

@@ -103,7 +103,9 @@ def test_masters_are_the_truth(dtype: torch.dtype, where: str, make_stack: MakeS
     exported = {name: state["weight"] for name, state in export_state(model, optimizer)}
     assert all(torch.equal(exported[name], masters[name]) for name in masters)
     if where != "resident":
-        assert sum(offload_of(model).summary()["bytes_by_level"]["master"]) > 0
+        assert (
+            sum(offload_of(model).summary()["bytes_by_level"]["remainder" if dtype == torch.bfloat16 else "master"]) > 0
+        )
     release(model)
     assert all(torch.equal(param, masters[name]) for name, param in model.named_parameters())
 

@@ -242,6 +242,11 @@ class Group:
         )
 
     @property
+    def master_kind(self) -> str:
+        """Its masters' range: what completes bf16 weights to fp32, or whole ones."""
+        return "remainder" if self.uniform and self.slots[0].dtype == torch.bfloat16 else "master"
+
+    @property
     def dtype_names(self) -> str:
         return ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in self.slots}))
 

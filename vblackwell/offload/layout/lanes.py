@@ -32,9 +32,7 @@ LANES: tuple[str, ...] = ("gpu", "up", "down", "cpu", "disk")
 STEPS = 5  # of a simulation
 PREFETCHED = 2  # inputs of checkpoints that come up before they are needed
 GPU_UPDATE_BYTES = 28.0  # a parameter that an update on the GPU reads and writes of its memory
-CPU_UPDATE_BYTES = 28.0  # a parameter that AdamW on the CPU reads and writes, with a gradient of 2
-# More, where it writes into shadows, which nothing brought into cache: 1.52 and 0.96 G parameters/s on 13 threads.
-CPU_SHADOW_BYTES = 16.0
+CPU_UPDATE_BYTES = 26.0  # a parameter that AdamW on the CPU reads and writes, in place or not, with a gradient of 2
 SUMMED_BYTES = 4.0  # a parameter, of gradients that have been added up
 CPU_SLOWS_LINK = 0.9  # copies during the CPU's update: 43 to 46 of 49.6 GB/s
 HIDDEN = 1.02  # a disk that costs less than that of a step is hidden
@@ -241,8 +239,6 @@ class Graph:
         if waits and group.on_host:
             read = self._read(index, gradient, sets=0)
             wider = 0.0 if earlier is None else SUMMED_BYTES - plan.gradient
-            if plan.stores_gradients and waits_for_norm is None:
-                wider += CPU_SHADOW_BYTES
             seconds = group.parameters / self.rates.cpu_adamw * (1 + wider / CPU_UPDATE_BYTES)
             update = self._task("cpu", seconds=seconds, index=index, postponable=True)
             self._stored[index] = update.after(gradient, read, waits_for_norm)

@@ -10,11 +10,10 @@ and backward bring up ``pass_bytes`` of every parameter, twice its weight less w
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
 with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
-has `OVERLAP` of a step: from the first gradient to the next forward. The CPU's rate is that of updates which can be
-rolled back, as they are by default: they write next to what they read; and `IN_STEP` of what is measured, as threads
-that issue and land take cores in a step, and a CPU that is late costs more than one that could do more. Of 24 drawn
-cases, simulated, steps took 8.1 % longer than at the best share with all of the rate and 1.4 % with three quarters,
-19.5 and 4.4 % where the CPU was 15 % slower than was measured (docs/journal/offload.md).
+has `OVERLAP` of a step: from the first gradient to the next forward. Of the CPU's rate `IN_STEP` of what is measured
+counts, as threads that issue and land take cores in a step, and a CPU that is late costs more than one that could do
+more: 2.70B on an H200 took as long with a share of 0.35 as of 0.5, and with 0.6, where the host waited, 4 % more, 10 %
+where steps clip (docs/journal/offload.md).
 """
 
 import math
@@ -39,7 +38,6 @@ from vblackwell.offload.layout.groups import (
     rows_per_slice,
     smallest_buffer,
 )
-from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.places import OLD_PLACES, PLACES
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import MiB, format_bytes
@@ -61,7 +59,7 @@ BUFFER_BYTES = 144 * MiB
 MAX_BUFFERS = 24
 
 STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
-LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.75
+LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.6
 MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
@@ -180,7 +178,7 @@ def place_streamed(
         levels, range(1, len(levels)), groups, resident, on_level0, options.activation_bytes
     ).with_ranges(
         [(group, "weight") for group in ordered]
-        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if group.needs_master],
+        + [(group, group.master_kind) for group in trainable if group.needs_master],
         # With gradients that wait for an update on the host: what spills passes through RAM that weights must leave.
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
@@ -265,8 +263,7 @@ def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: M
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()
-    cpu *= IN_STEP / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
-    return round(part * share_for(link, cpu, pass_bytes(streamed, options.weight_bytes)), 2)
+    return round(part * share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes)), 2)
 
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:

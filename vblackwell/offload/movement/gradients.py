@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, norms_at, square_sums
+from vblackwell.kernels.optimizer.cpu import Sum
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
@@ -37,7 +38,7 @@ from vblackwell.offload.movement.state import (
     free_until,
     reserve,
 )
-from vblackwell.offload.movement.update_loop import SumLoop
+from vblackwell.offload.movement.update_loop import Loop, make_sums
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 Receive = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
@@ -105,7 +106,7 @@ class GradientCollector(Mover):
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._staying: dict[Group, Staying] = {}  # oldest first
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
-        self._sums = SumLoop()
+        self._sums = Loop(make_sums)
         self._wide = torch.empty(0)  # the worker's
 
     def _state(self, group: Group) -> GradientState:
@@ -182,7 +183,7 @@ class GradientCollector(Mover):
         final = update is not None and update.shadows is None  # nobody needs the gradient in host memory
         under_way = list[Transfer](readers)
         try:
-            if buffer.landing == "gradient" and not final:
+            if not final:
                 self._reserve_range(group, adding)
             if final:
                 self._free_after(readers, buffer.reservation)
@@ -190,12 +191,12 @@ class GradientCollector(Mover):
                 self._send_to_sum(buffer, readers)
             else:
                 self.wait_idle(group)
-                transfer = self._stack.write(self._storage.range(group, buffer.landing), buffer.bytes)
+                transfer = self._stack.write(self._storage.range(group, "gradient"), buffer.bytes)
                 under_way.append(transfer)
                 landing = self._later(self._land, group, transfer, arriving=transfer)
                 if not isinstance(transfer, EventTransfer):  # the next copy may overtake it, as none does on a stream
                     state.task = landing
-                state.kind = buffer.landing
+                state.kind = "gradient"
                 if stays:
                     self._staying[group] = Staying(buffer.bytes, buffer.reservation, transfer)
                     free_until(lambda: len(self._staying) <= self._max_staying, self._end_oldest_stay)
@@ -425,9 +426,9 @@ class GradientCollector(Mover):
         for slot in held.slots | dict.fromkeys(fresh):
             target, addend = flat_of(slot, summed, kind), fresh.get(slot)
             if slot not in held.slots:
-                self._sums.add(target, addend, None)
+                self._sums.add(Sum(target, addend, None))
             elif narrow is not None or addend is not None:
-                self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
+                self._sums.add(Sum(target, None if narrow is None else slot.flat(narrow), addend))
         self._sums.run()
         self._storage.store(group, kind, summed)
 

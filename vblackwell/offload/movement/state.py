@@ -331,7 +331,6 @@ class GradientBuffer:
     expected: int  # counted once: groups of experts have hundreds
     slots: dict[Slot, None] = field(default_factory=dict)
     closed: bool = False
-    landing: str = "gradient"  # the range that it goes to
 
     def is_whole(self) -> bool:
         """Whether every parameter that wants a gradient has one in it."""
