@@ -180,7 +180,7 @@ class Offload:
                 keep(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 keep(site.module.register_forward_hook(leave, always_call=True))
         model = self.model
-        keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True))
+        keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True, with_kwargs=True))
         keep(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
         keep(model.register_state_dict_post_hook(SiteHook(self._end_export)))
         keep(model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)))
@@ -206,14 +206,14 @@ class Offload:
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, arguments: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
             self._thread = threading.get_ident()
             self._unwind()
             with self.lock:
                 self._end_export()
                 self.weights.trace.begin_pass()
-                self.step_control.begin_forward()
+                self.step_control.begin_forward((args, arguments), training=module.training)
             if self.activations is not None and torch.is_grad_enabled():
                 self._entered.forward.enter_context(self.activations.forward_of(self.model))
 

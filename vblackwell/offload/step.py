@@ -24,6 +24,7 @@ from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.layout.placement import StreamedPlacement, shadowed_groups
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.spare import SpareMemory
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
@@ -42,6 +43,7 @@ class StepControl(Mover):
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
+        self._spare = SpareMemory(self.weights, shared.stack) if found.takes_spare else None
         # Where no update begins before the step, no weights are locked any more when the last gradients come: these
         # have their places.
         self.gradients = GradientCollector(shared, found.max_in_flight, found.max_locked if found.on_level0 else 0)
@@ -69,10 +71,12 @@ class StepControl(Mover):
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, inputs: Any, *, training: bool) -> None:
         """A forward of the whole model starts: a step that was speculated upon has not come."""
         self.gradients.in_flight.sweep()
         self.roll_back()
+        if self._spare is not None:
+            self._spare.begin_forward(inputs, training=training)
         if torch.is_grad_enabled():
             self._forwards += 1
 
@@ -96,6 +100,8 @@ class StepControl(Mover):
 
     def finish_backward(self) -> None:
         """Backward is over: groups that got only part of their gradients send these too."""
+        if self._spare is not None:
+            self._spare.look()
         for buffer in list(self.gradients.filling.values()):
             self._send_gradient(buffer)
 
@@ -382,6 +388,8 @@ class StepControl(Mover):
         self.num_steps += 1
         self.num_rolled_back += self._rolled_back
         self._rolled_back = False
+        if self._spare is not None:
+            self._spare.end_step()
 
     def begin_window(self) -> None:
         """All gradients are given up: if there were any since the last step, micro-batches are counted anew."""

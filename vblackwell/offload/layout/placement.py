@@ -121,6 +121,7 @@ class StreamedPlacement:
     ring_bytes: int  # of level 0, through which their states pass
     max_locked: int  # groups whose weights an update holds on level 0 until they are stored
     max_in_flight: int  # gradients on level 0, the one that fills and those that leave
+    takes_spare: bool  # weights may have what steps turn out to leave of level 0
 
     @property
     def trainable(self) -> list[Group]:
@@ -183,7 +184,9 @@ def place_streamed(
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)
-    return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring, max_locked, max_in_flight)
+    takes_spare = on_gpu and options.weight_bytes is None and bool(trainable)
+    places_of = (max_locked, max_in_flight, takes_spare)
+    return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring, *places_of)
 
 
 def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None:

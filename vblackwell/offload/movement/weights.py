@@ -248,14 +248,15 @@ class WeightStreamer(Mover):
         loaded.buffer = torch.empty(0)
         self._storage.give(loaded.reservation)
 
-    # -- models that nothing trains ------------------------------------------------------------------------------------
-
     def rebudget(self, budget_bytes: int) -> None:
-        """Let a frozen model's weights take so much of level 0, at least its largest group's; choose which stay."""
+        """Let weights take so much of level 0, at least the largest group's; of a frozen model, choose which stay."""
         self.budget_bytes = max(budget_bytes, min(self._largest_bytes, self.budget_bytes))
-        able = [group for group in self._groups if group.num_bytes <= self.budget_bytes]
-        self.staying = frozenset(group.index for group in groups_that_stay(able, self.budget_bytes))
+        if self.frozen:
+            able = [group for group in self._groups if group.num_bytes <= self.budget_bytes]
+            self.staying = frozenset(group.index for group in groups_that_stay(able, self.budget_bytes))
         free_until(lambda: self.loaded_bytes <= self.budget_bytes, self.drop_one)
+
+    # -- models that nothing trains ------------------------------------------------------------------------------------
 
     def hold(self) -> list[Group]:
         """Load a frozen model's groups that stay, which it returns, hold them until `let_go`, and drop idle others.

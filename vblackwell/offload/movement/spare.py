@@ -1,0 +1,86 @@
+"""What training leaves of a GPU's memory, for loaded weights beyond the budget that was planned before it ran."""
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from vblackwell.machine.facts import gpu_bytes_left
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.movement.weights import WeightStreamer
+
+STEADY = 4  # steps. The first make what later ones find: states, compiled code, shadows as their pages come
+FILLED = 0.78  # of level 0, by weights that nothing has planned: what a step needs once in a while has room there too
+MOST_KINDS = 64  # of forwards that are remembered
+
+
+class SpareMemory:
+    """Lets the loaded weights of one model have what its steps leave of level 0, up to `FILLED`: that saves loads.
+
+    When `STEADY` steps have reserved nothing new, the most that torch has held is what a step needs. A forward
+    may need more whose inputs are larger in some dimension than all before, or that differs in its arguments, in
+    training, in recording gradients, or in how many models stream: it runs with the planned budget, what weights had
+    beyond that goes back to the driver, and steps are watched anew. So does any with inputs that are no numbers,
+    tensors or containers of them, or next to another streamed model.
+    """
+
+    def __init__(self, weights: WeightStreamer, stack: VGPUStack) -> None:
+        self._weights, self._stack, self._planned = weights, stack, weights.budget_bytes
+        self._seen: dict[Hashable, list[list[int]]] = {}  # sizes of inputs, by what else a forward's memory goes by
+        self._reserved = self._used = 0  # the most that was with the planned budget, in all of the GPU and of level 0
+        self._watch()
+
+    def _watch(self) -> None:
+        self._granted = False
+        self._steps = self._last = self._forwards = 0  # steady ones; reserved at the last; forwards since then
+
+    def begin_forward(self, inputs: Any, *, training: bool) -> None:
+        """A forward of the whole model with these inputs is about to start."""
+        kind, sizes = _kind_and_sizes(inputs, training=training)
+        seen = self._seen.setdefault(kind, []) if len(self._stack.prefetchers) == 1 and kind is not None else None
+        if seen is None or not any(all(map(operator.le, sizes, larger)) for larger in seen):
+            if seen is not None:
+                seen[:] = [each for each in seen if not all(map(operator.le, each, sizes))] + [sizes]
+            if len(self._seen) > MOST_KINDS:
+                self._seen.clear()
+            if self._granted:
+                self._weights.rebudget(self._planned)
+                torch.cuda.empty_cache()  # or it would count as what a step needs
+            self._watch()
+        self._forwards += 1
+        self.look()
+
+    def look(self) -> None:
+        """Note what is reserved now: at a forward's start, and a backward's and a step's end."""
+        if not self._granted:
+            self._reserved = max(self._reserved, torch.cuda.memory_reserved(self._stack.level0_device))
+            self._used = max(self._used, self._stack.levels[0].used_bytes)
+
+    def end_step(self) -> None:
+        """A step is over, as far as the host is concerned."""
+        if self._granted or not self._forwards:
+            return
+        self.look()
+        self._steps = self._steps + 1 if self._reserved == self._last else 0
+        self._last, self._forwards = self._reserved, 0
+        if self._steps == STEADY:
+            level0, device = self._stack.levels[0], self._stack.level0_device
+            total = gpu_bytes_left(device) + torch.cuda.memory_allocated(device)
+            left = min(total - self._reserved, level0.capacity_bytes - self._used)
+            self._weights.rebudget(self._planned + max(0, left - int((1 - FILLED) * level0.capacity_bytes)))
+            self._granted = True
+
+
+def _kind_and_sizes(inputs: Any, *, training: bool) -> tuple[Hashable, list[int]]:
+    """What but sizes a forward's memory goes by, None where that cannot be told, and the sizes of its tensors."""
+    leaves = tree_leaves(inputs)
+    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    if not all(leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)) for leaf in others):
+        return None, sizes
+    numbers = (int, float)
+    named = tuple(type(leaf) if type(leaf) in numbers else leaf for leaf in others)
+    return (len(sizes), training, torch.is_grad_enabled(), *inputs[-1], *named), sizes
