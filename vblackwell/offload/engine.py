@@ -398,7 +398,11 @@ class Offload:
         final = optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
         on_host = [group for group in groups if not final or self._needs_gradient_on_host(group)]
         sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
-        self.storage.reserve([(group, "gradient") for group in on_host] + fresh, sums)
+        # What parameters that are added later will need, too: host memory through which that spills is not given back.
+        rest = [group for group in self.groups if group.trainable() and group not in groups]
+        ranges = [(group, "gradient") for group in rest] + moment_ranges(rest)
+        later = sums + [pair for pair in ranges if pair not in self.storage]
+        self.storage.reserve([(group, "gradient") for group in on_host] + fresh, later)
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()

@@ -31,7 +31,6 @@ from vblackwell.units import MiB, align_up, format_bytes
 STREAMED_P99 = 1.08
 RESIDENT_P99 = 1.03
 ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
-GRADIENTS_LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
 # The first groups finish backward last and are needed first: nothing else hides their transfers (journal/offload.md).
 TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
@@ -133,7 +132,8 @@ class Forecast:
             place = self._place_resident if choice.placement == "resident" else self._place_streamed
             return place(choice, formats, trace)
         except InsufficientMemory as error:
-            return Lacking("memory", max(1, error.needed_bytes - error.available_bytes), f"is refused: {error}")
+            lacking = max(0, error.needed_bytes - error.available_bytes)  # 0: whole groups do not fill what is free
+            return Lacking("memory", lacking, f"is refused: {error}")
         except Unsupported as error:
             return Lacking(f"is refused: {error}")
 
@@ -249,7 +249,7 @@ class Forecast:
         on_gpu = self.machine.has_gpu
         share = layout.CUDA_SHARE if on_gpu else layout.RING_SHARE
         ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * share))
-        most = (GRADIENTS_LEAVING, layout.MAX_LOCKED)
+        most = (layout.MAX_IN_FLIGHT, layout.MAX_LOCKED)
         slack = min(sum(layout.places(each, largest, free, on_gpu=on_gpu) for each in most) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring

@@ -22,6 +22,15 @@ GOLDEN = 0.6180339887498949
 Pair = tuple[Group, str]  # a group and a kind of range
 
 
+def ranges_do_not_fit(num_bytes: int, staging_bytes: int, free_bytes: int) -> InsufficientMemory:
+    asked = num_bytes + staging_bytes
+    passing = f", {format_bytes(staging_bytes)} of it RAM that states on a disk pass through" if staging_bytes else ""
+    said = f"the model's bytes need {format_bytes(asked)} below level 0{passing}, and the lower levels have "
+    said += f"{format_bytes(free_bytes)} free" + (", which whole groups do not fill" if asked <= free_bytes else "")
+    said += ": raise host_memory or disk_memory (the capacities of the stack's lower levels)"
+    return InsufficientMemory(said, needed_bytes=asked, available_bytes=free_bytes)
+
+
 def staging_does_not_fit(num_bytes: int, what: str, free_bytes: int) -> InsufficientMemory:
     said = f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it {what}, and "
     said += f"{format_bytes(free_bytes)} are free: raise host_memory (the capacity of the 'cpu' level)"
@@ -204,14 +213,7 @@ class StoragePlan:
         in_ram = [self.levels[level].kind == "ram" for level in self.usable]
         alone = self._place(wanted, free)
         if alone is None:
-            asked, left = sum(self._held_bytes(wanted)), sum(free)
-            raise InsufficientMemory(
-                f"the model's bytes need {format_bytes(asked)} below level 0, and the lower levels have "
-                f"{format_bytes(left)} free: raise host_memory or disk_memory (the capacities of the stack's lower "
-                "levels)",
-                needed_bytes=asked,
-                available_bytes=left,
-            )
+            raise ranges_do_not_fit(sum(self._held_bytes(wanted)), 0, sum(free))
         both = [*wanted, *later]
         if self._place(both, free) is None:
             both = wanted  # what comes later will be refused then
@@ -254,4 +256,6 @@ class StoragePlan:
                 if found is not None and (max_sets < 2 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
                     return found
         more = needed(wanted, [len(free) - 1] * len(wanted), held, 1).num_bytes - held.num_bytes
+        if more <= free[host]:  # but not next to what has to stay in RAM then
+            raise ranges_do_not_fit(sum(self._held_bytes(wanted)), more, sum(free))
         raise staging_does_not_fit(more, "for this model", free[host])
