@@ -124,7 +124,7 @@ def test_states_that_ram_cannot_hold_go_to_the_disk(small):
     assert isinstance(without, Lacking) and "raise host_memory or disk_memory" in str(without)
 
 
-@pytest.mark.parametrize(("precision", "micro_batches", "host"), [("fp32", 2, 8.0), ("bf16", 4, 9.0)])
+@pytest.mark.parametrize(("precision", "micro_batches", "host"), [("fp32", 2, 8.0), ("bf16", 4, 7.0)])
 def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, micro_batches, host):
     """Where RAM, of so many bytes a parameter, is too short for gradients too:
     norms, sums of several and updates on the host need them.
@@ -301,8 +301,8 @@ def test_the_turn_comes_before_more_weights(small):
 
 @pytest.mark.slow
 def test_the_2_70b_shape_as_an_h200_ran_it():
-    """docs/journal/offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone:
-    bytes within 4 %, speed 5 to 8.
+    """docs/journal/offload.md, 2026-11-28 and, where steps clip and resident, 2026-11-22; 16,384 tokens a step: bytes
+    within 4 %, speed 5 to 8.
     """
     run = Run(
         of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
@@ -317,13 +317,13 @@ def test_the_2_70b_shape_as_an_h200_ran_it():
     )
     found = forecast.predict(streamed)
     assert not isinstance(found, Lacking)
-    assert found[1].gpu == pytest.approx(6.99e9, rel=0.04) and found[1].host == pytest.approx(39.1e9, rel=0.04)
-    assert found[1].tokens_per_second == pytest.approx(22_325, rel=0.05)
+    assert found[1].gpu == pytest.approx(7.47e9, rel=0.04) and found[1].host == pytest.approx(37.33e9, rel=0.01)
+    assert found[1].tokens_per_second == pytest.approx(23_303, rel=0.05)
     kept = replace(streamed, weight_bytes=int(0.9 * GiB), resident_bytes=int(2.8 * GiB), update=0.36)
-    found = forecast.predict(kept)  # the share is what its 22.5 GB down say; the CPU alone at 2.1 G/s
+    found = forecast.predict(kept)
     assert not isinstance(found, Lacking)
-    assert found[1].gpu == pytest.approx(7.79e9, rel=0.04) and found[1].host == pytest.approx(35.7e9, rel=0.04)
-    assert found[1].tokens_per_second == pytest.approx(23_232, rel=0.05)
+    assert found[1].gpu == pytest.approx(8.10e9, rel=0.04) and found[1].host == pytest.approx(34.12e9, rel=0.01)
+    assert found[1].tokens_per_second == pytest.approx(22_432, rel=0.05)
     clipping = on(forecast, undo=True, may_clip=True).predict(
         replace(streamed, weight_bytes=int(2.6 * GiB), update=0.3), in_full=True
     )

@@ -23,9 +23,6 @@ from vblackwell.offload.layout.lanes import GroupWork, LanePlan
 from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
-# Groups that an update holds on level 0 in addition to the loaded ones: an H200 had three of at most four.
-LOCKED = 3
-
 
 @dataclass(frozen=True)
 class StepForecast:
@@ -97,9 +94,8 @@ def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Gr
     table["staging"] = [level.used_bytes - num_bytes for level, num_bytes in zip(levels, held, strict=True)]
     table["ring"] = [found.ring_bytes, *rest]
     table["loaded"] = [min(found.budget_bytes, sum(group.num_bytes for group in found.groups)), *rest]
-    # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
-    table["leaving"] = [min(2, found.max_in_flight) * largest, *rest]
-    table["locked"] = [min(LOCKED, found.max_locked) * largest if found.on_level0 else 0, *rest]
+    table["leaving"] = [found.max_in_flight * largest, *rest]
+    table["locked"] = [found.max_locked * largest if found.on_level0 else 0, *rest]
     if shadowed:
         table["undo"] = [0] * len(levels)
         for pair in itertools.product(shadowed, PARAMETER_KINDS):
@@ -147,6 +143,7 @@ def _plan(
         trained = num_elements(group) if group.trainable() else 0
         kinds = [kind for kind in KINDS if (group, kind) in storage and storage.level_of(group, kind).kind == "disk"]
         on_disk = {kind: group.size_of(kind) for kind in kinds}
+        weight, on_host = on_disk.get("weight", 0), group not in on_level0 and bool(trained)
         states = sum(on_disk.get(kind, 0) for kind in PARAMETER_KINDS if kind != "weight")
         gradients, sums = (on_disk.get(kind, 0) for kind in GRADIENTS)
         read, written = gradient_traffic(gradients, sums, micro_batches, group.is_fp32, host_norms)
@@ -157,11 +154,11 @@ def _plan(
                 forward,
                 backward,
                 input_bytes=input_bytes if is_block else 0,
-                on_host=group not in on_level0 and bool(trained),
+                on_host=on_host,
                 deferred=group in deferred,
                 resident=storage.range(group, "weight").level == 0,
-                disk_read=states + read if trained else 0,
-                disk_write=states + on_disk.get("weight", 0) + written if trained else 0,
+                disk_read=states + read + on_host * weight if trained else 0,
+                disk_write=states + weight + written if trained else 0,
                 weights_on_disk="weight" in on_disk,
             )
         )
