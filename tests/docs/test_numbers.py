@@ -107,9 +107,12 @@ def two_part() -> set[str]:
 
 
 SOURCES = {
-    "three lines of Python, clipping on": lambda: lines("2026-11-28T03:35", "2026-11-28T03:35"),
-    "three lines, no clipping": lambda: lines("2026-11-28T01:34", "2026-11-28T01:32"),
-    "three lines, every step clips": lambda: lines("2026-11-28T01:35", "2026-11-28T01:32"),
+    "three lines of Python, clipping on": lambda: lines("2026-11-28T05:18", "2026-11-28T05:18"),
+    "the same on a busy host": lambda: lines("2026-11-28T06:49", "2026-11-28T06:49"),
+    "the same on the busy host": lambda: lines("2026-11-28T06:50", "2026-11-28T06:49"),
+    "the same there": lambda: lines("2026-11-28T06:51", "2026-11-28T06:49"),
+    "three lines, no clipping": lambda: lines("2026-11-28T05:20", "2026-11-28T05:18"),
+    "three lines, every step clips": lambda: lines("2026-11-28T05:21", "2026-11-28T05:18"),
     "streamed, every setting by hand": streamed,
     "the same over peers": streamed,
     "the same over our own resident run": streamed,
