@@ -249,8 +249,9 @@ class Forecast:
         on_gpu = self.machine.has_gpu
         share = layout.CUDA_SHARE if on_gpu else layout.RING_SHARE
         ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * share))
+        trained = max((group.num_bytes for group in groups if group.trainable()), default=0)
         most = (layout.MAX_IN_FLIGHT, layout.MAX_LOCKED)
-        slack = min(sum(layout.places(each, largest, free, on_gpu=on_gpu) for each in most) * largest, free // 3)
+        slack = min(sum(layout.places(each, trained, free, on_gpu=on_gpu) for each in most) * trained, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring
         keeps = choice.update != "host" and not self.machine.undo
