@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.kernels.optimizer import cpu
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.kernels.optimizer.cpu import States, Sum, Update
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
@@ -30,7 +31,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.offload.engine import stream
 from vblackwell.offload.layout.lanes import CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.offload.movement.update_loop import MIN_PART, Loop, Stretch, make_sums, make_updates, update_threads
+from vblackwell.offload.movement.update_loop import MIN_PART, Loop, Stretch, make_updates, update_threads
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.storage.initialize import ModelSource
 from vblackwell.trace.work import LOOP
@@ -351,7 +352,7 @@ class HostUpdate:
 
 def adds_per_update(update: HostUpdate) -> float:
     """Gradients of a second micro-batch that the host adds up while ``update`` does one parameter: the median."""
-    sums, sizes = Loop(make_sums), [4 * update.count, 2 * update.count, 2 * update.count]
+    sums, sizes = Loop(cpu.add_up), [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
     work = Sum(total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16))
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from vblackwell.kernels.optimizer import cpu
 from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.cpu import States, Sum, Update
 from vblackwell.offload.movement import update_loop
-from vblackwell.offload.movement.update_loop import CHUNK, MIN_PART, Loop, Stretch, make_sums, make_updates
+from vblackwell.offload.movement.update_loop import CHUNK, MIN_PART, Loop, Stretch, make_updates
 from vblackwell.offload.storage.masters import round_from_fp32
 
 NUMBERS = AdamWStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=2)
@@ -165,7 +166,7 @@ def test_sums_have_torchs_bits_and_need_no_new_memory(dtype: torch.dtype):
     The copy has 36 MiB: from 32 on glibc takes memory from the system every time, below it may give again what was
     freed.
     """
-    length, loop = 9 * MIN_PART + 13, Loop(make_sums)
+    length, loop = 9 * MIN_PART + 13, Loop(cpu.add_up)
     first, *more = (torch.randn(length).to(dtype) for _ in range(3))
     total = torch.full((length,), float("nan"))  # what was there before does not count
     expected = first.float().clone()

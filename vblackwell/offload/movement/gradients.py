@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported
+from vblackwell.kernels.optimizer import cpu
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, norms_at, square_sums
 from vblackwell.kernels.optimizer.cpu import Sum
 from vblackwell.memory.cache.stack import Reservation
@@ -38,7 +39,7 @@ from vblackwell.offload.movement.state import (
     free_until,
     reserve,
 )
-from vblackwell.offload.movement.update_loop import Loop, make_sums
+from vblackwell.offload.movement.update_loop import Loop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 Receive = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
@@ -106,7 +107,7 @@ class GradientCollector(Mover):
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._staying: dict[Group, Staying] = {}  # oldest first
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
-        self._sums = Loop(make_sums)
+        self._sums = Loop(cpu.add_up)
         self._wide = torch.empty(0)  # the worker's
 
     def _state(self, group: Group) -> GradientState:

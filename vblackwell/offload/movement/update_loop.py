@@ -88,10 +88,6 @@ def make_updates(stretches: Sequence[Stretch]) -> None:
             round_from_fp32(update.new.weight[part], weight[part])
 
 
-def make_sums(sums: Sequence[Sum]) -> None:
-    cpu.add_up(sums)
-
-
 class Loop:
     """Work that is added first and then run by the threads of the process. For one thread."""
 
