@@ -107,12 +107,12 @@ def two_part() -> set[str]:
 
 
 SOURCES = {
-    "three lines of Python, clipping on": lambda: lines("2026-11-28T05:18", "2026-11-28T05:18"),
+    "three lines of Python, clipping on": lambda: lines("2026-11-28T08:32", "2026-11-28T08:32"),
     "the same on a busy host": lambda: lines("2026-11-28T06:49", "2026-11-28T06:49"),
     "the same on the busy host": lambda: lines("2026-11-28T06:50", "2026-11-28T06:49"),
     "the same there": lambda: lines("2026-11-28T06:51", "2026-11-28T06:49"),
-    "three lines, no clipping": lambda: lines("2026-11-28T05:20", "2026-11-28T05:18"),
-    "three lines, every step clips": lambda: lines("2026-11-28T05:21", "2026-11-28T05:18"),
+    "three lines, no clipping": lambda: lines("2026-11-28T08:34", "2026-11-28T08:32"),
+    "three lines, every step clips": lambda: lines("2026-11-28T08:35", "2026-11-28T08:32"),
     "streamed, every setting by hand": streamed,
     "the same over peers": streamed,
     "the same over our own resident run": streamed,

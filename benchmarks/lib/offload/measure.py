@@ -32,6 +32,10 @@ from benchmarks.lib.offload.systems import System, attention_kernels
 from vblackwell.machine.device import cap_process, make_deterministic
 from vblackwell.train.trainer import send_back
 
+# What slow steps leave of the warm-up: pages of host memory come for ten seconds, and weights get what steps leave of
+# the GPU after five of them.
+WARM_SECONDS, WARM_STEPS = 12.0, 6
+
 
 def builder_of(system: str) -> Callable[[Case, torch.device], System]:
     """The function that builds a system. Others' packages are imported only where they are asked for."""
@@ -126,7 +130,7 @@ def stalls_of(system: System) -> float:
 
 
 def train(run: Run) -> Result:
-    """The case's steps, measured."""
+    """The case's steps, measured after its warm-up, which ends sooner where that has taken long enough."""
     case, system = run.case, run.system
     batch, seq, warmup, steps = case.batch * case.accumulation, case.seq, case.warmup, case.steps
     batches = token_batches(case.decoder.vocab_size, batch, seq, warmup + steps, case.seed)
@@ -134,7 +138,8 @@ def train(run: Run) -> Result:
     run.drain()
     run.forget_peaks()
     links: dict[str, tuple[int, float]] = {}
-    stalls, begun, clock = 0.0, 0.0, Clock(run.device)
+    stalls, clock, first = 0.0, Clock(run.device), warmup  # the number of the first measured step
+    begun = warm = time.perf_counter()
     waiting: list[tuple[Callable[[], float], Any]] = []
 
     def read_oldest() -> None:
@@ -150,7 +155,13 @@ def train(run: Run) -> Result:
         say("step", step=number, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
 
     for number, ids_BS in enumerate(Feed(batches, run.device)):
-        if number == warmup:
+        if number == 1:
+            warm = time.perf_counter() + WARM_SECONDS
+        elif WARM_STEPS <= number < first and time.perf_counter() > warm:
+            first = number
+        if number == first + steps:
+            break
+        if number == first:
             while waiting:
                 read_oldest()
             begun = run.drain()

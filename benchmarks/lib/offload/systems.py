@@ -179,7 +179,7 @@ def build_held(case: Case, device: torch.device) -> System:
 
 
 def build_lines(case: Case, device: torch.device, placement: str = "auto") -> System:
-    """What a reader of the README runs; a recipe is not asked."""
+    """What a reader of the README runs; of a recipe `undo` alone is asked, which who never clips may promise."""
     from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization
 
     model = hf_model(case, "meta").to_empty(device="cpu")
@@ -191,7 +191,8 @@ def build_lines(case: Case, device: torch.device, placement: str = "auto") -> Sy
     stack = create_vgpu_stack(case.cap_bytes, device=device)
     model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement=placement)
     clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
-    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), **clipping, update_in_backward=True)
+    updating = {"update_in_backward": True, "undo": case.recipe.undo is not False}
+    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), **clipping, **updating)
     return replace(ours(model, optimizer, hf_loss(model, device), stack), began=began)
 
 
