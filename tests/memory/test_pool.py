@@ -94,8 +94,11 @@ def test_statistics_add_up(make_stack):
     stack.count_found(2)
     stack.count_link(1, 0, 1000, 0.5)
     stack.add_stall(2.0)
+    for _ in range(2):
+        stack.add_update(1000, 0.25)
     stats = stack.get_stats()
-    assert set(stats) == {"levels", "links", "stall_seconds"} and stats["stall_seconds"] > 2
+    assert set(stats) == {"levels", "links", "stall_seconds", "host_updates"} and stats["stall_seconds"] > 2
+    assert stats["host_updates"] == {"parameters": 2000, "seconds": 0.5}
     assert set(stats["levels"][0]) == {
         "device",
         "capacity_bytes",

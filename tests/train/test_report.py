@@ -18,6 +18,7 @@ def test_report_says_what_was_counted():
             {"source": "cpu", "destination": "arena", "bytes": MiB, "seconds": 0.5},
         ],
         "stall_seconds": 1.0,
+        "host_updates": {"parameters": 1_500_000, "seconds": 2.5},
     }
     formats = {"states": "8bit", "masters": "exact"}
     summary = {"placement": "streamed", "groups": 5, "bytes_by_level": {}, "formats": formats}
@@ -31,7 +32,7 @@ def test_report_says_what_was_counted():
         "arena > ssd",
         "25.0% of the run",
         "5 layer groups",
-        "AdamW: 8bit states, exact masters",
+        "AdamW: 8bit states, exact masters; 1,500,000 parameters updated on the CPU in 2.5 s",
         "written to the SSD: 5.00 MiB",
     ):
         assert part in text

@@ -136,6 +136,7 @@ class LevelPool:
         counted = ("hits", "misses", "evictions", "promotions", "demotions")
         self._counts = [dict.fromkeys(counted, 0) for _ in levels]
         self._stall_seconds = 0.0
+        self._updated, self._update_seconds = 0, 0.0  # parameters, by the CPU
         self._bytes: defaultdict[tuple[Place, Place], int] = defaultdict(int)
         self._seconds: defaultdict[tuple[Place, Place], float] = defaultdict(float)
         self._busy_until: dict[tuple[Place, Place], float] = {}
@@ -217,9 +218,16 @@ class LevelPool:
         with self._lock:
             self._stall_seconds += seconds
 
+    def add_update(self, parameters: int, seconds: float) -> None:
+        """An optimizer's update of so many parameters on the CPU, and what it took there."""
+        with self._lock:
+            self._updated += parameters
+            self._update_seconds += seconds
+
     def get_stats(self) -> dict[str, Any]:
         """``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions',
-        'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
+        'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds',
+        'host_updates': {'parameters', 'seconds'}}``.
 
         A key found on level 2 is a hit there and a miss on levels 0 and 1. ``promotions``: keys that rose to the level;
         ``demotions``: that sank from it, ``evictions`` of them for other bytes. A copy's ``seconds`` count once it is
@@ -235,7 +243,8 @@ class LevelPool:
                 source, target = (place if isinstance(place, str) else self.levels[place].name for place in pair)
                 seconds = self._seconds[pair]
                 links.append({"source": source, "destination": target, "bytes": num_bytes, "seconds": seconds})
-            return {"levels": levels, "links": links, "stall_seconds": self._stall_seconds}
+            updates = {"parameters": self._updated, "seconds": self._update_seconds}
+            return {"levels": levels, "links": links, "stall_seconds": self._stall_seconds, "host_updates": updates}
 
     def close(self) -> None:
         """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""

@@ -189,6 +189,7 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
         "bytes_by_kind_and_level": summary["bytes_by_level"],
         "levels": levels,
         "links": stats["links"],
+        "host_updates": stats["host_updates"],
         "stall_seconds": stats["stall_seconds"],
         "stalled_share": stats["stall_seconds"] / max(run["seconds"], 1e-9),
         "ssd_written_bytes": sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd")),
@@ -227,13 +228,15 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     for link in report["links"]:
         name = f"{link['source']} > {link['destination']}"
         links.append((name, format_bytes(link["bytes"]), format_seconds(link["seconds"])))
-    formats, peak = report["formats"], report["gpu_peak_bytes"]
+    formats, peak, updates = report["formats"], report["gpu_peak_bytes"], report["host_updates"]
+    count, took = updates["parameters"], format_seconds(updates["seconds"])
+    on_cpu = f"; {count:,} parameters updated on the CPU in {took}" if count else ""
     lines = [
         *columns(levels, right=range(1, 6)),
         *(["", *columns(links, right=(1, 2))] if report["links"] else []),
         "",
         f"placement: {report['placement']}, {report['groups']} layer groups",
-        f"AdamW: {formats['states']} states, {formats['masters']} masters",
+        f"AdamW: {formats['states']} states, {formats['masters']} masters{on_cpu}",
         f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run",
         f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}",
     ]

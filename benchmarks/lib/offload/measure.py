@@ -124,6 +124,12 @@ def links_of(system: System) -> dict[str, tuple[int, float]]:
     return found
 
 
+def updates_of(system: System) -> tuple[int, float]:
+    """Parameters that the CPU has updated so far, and the seconds in which it did."""
+    found = {"parameters": 0, "seconds": 0.0} if system.stats is None else system.stats()["host_updates"]
+    return found["parameters"], found["seconds"]
+
+
 def stalls_of(system: System) -> float:
     """Seconds that the main thread has waited for bytes so far."""
     return 0.0 if system.stats is None else system.stats()["stall_seconds"]
@@ -138,6 +144,7 @@ def train(run: Run) -> Result:
     run.drain()
     run.forget_peaks()
     links: dict[str, tuple[int, float]] = {}
+    updates = 0, 0.0
     stalls, clock, first = 0.0, Clock(run.device), warmup  # the number of the first measured step
     begun = warm = time.perf_counter()
     waiting: list[tuple[Callable[[], float], Any]] = []
@@ -166,6 +173,7 @@ def train(run: Run) -> Result:
                 read_oldest()
             begun = run.drain()
             links, stalls, clock = links_of(system), stalls_of(system), Clock(run.device)
+            updates = updates_of(system)
             clock.mark()
         late = run.step(ids_BS, number)
         clock.mark()
@@ -180,6 +188,13 @@ def train(run: Run) -> Result:
         before = links.get(name, (0, 0.0))
         result.link_bytes[name] = (num_bytes - before[0]) / steps
         result.link_busy[name] = (seconds - before[1]) / (ended - begun)
+    count, busy = (now - before for now, before in zip(updates_of(system), updates, strict=True))
+    if count:
+        each, share = count / steps / 1e9, busy / (ended - begun)
+        rate = count / busy / 1e9
+        result.notes.append(
+            f"the CPU updates {each:.2f} G parameters a step, {share:.0%} of the time at {rate:.2f} G/s"
+        )
     if system.stats is not None:
         result.stall_share = (stalls_of(system) - stalls) / (ended - begun)
     if case.max_grad_norm is not None and result.grad_norms:

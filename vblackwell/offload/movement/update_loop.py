@@ -8,6 +8,7 @@ for whichever shares its core with a busy thread; here every thread takes the ne
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -280,7 +281,10 @@ class HostUpdates(Mover):
             values = flat_of(slot, gradient, update.gradient_kind)
             weight = slot.flat(opened["weight"]) if whole else None
             self._loop.add(Stretch(Update(new, was, values, update.factor, numbers), weight))
+        began = time.perf_counter()
         self._loop.run()
+        count = sum(job.slot.num_elements for job in update.jobs)
+        storage.stack.add_update(count, time.perf_counter() - began)
         for kind, flat in opened.items():
             storage.store_at((shadows or update.own)[kind], flat)
 
