@@ -190,12 +190,23 @@ class _Linear(torch.autograd.Function):
         return (None if dx_MK is None else dx_MK.view(ctx.shape).to(ctx.dtype)), None, None
 
 
+def _check_rows(indices: Tensor, num_rows: int, name: str) -> None:
+    """IndexError where one is no row; on a GPU, as with torch's embedding, a failed assertion of the device."""
+    inside = ((indices >= 0) & (indices < num_rows)).all()
+    said = f"an index of the embedding {name!r} is not from 0 to {num_rows - 1}"
+    if indices.is_cuda:
+        torch._assert_async(inside, said)
+    elif not inside:
+        raise IndexError(said)
+
+
 class _Embedding(torch.autograd.Function):
     """Rows of W by index, slice by slice: every token finds its row in exactly one."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, anchor: Tensor, leaf: SlicedLeaf, padding: int) -> Tensor:
         out: Tensor | None = None
+        _check_rows(indices, leaf.slot.shape[0], leaf.group.name)
         with closing(leaf.slices()) as slices:
             for start, stop, rows in slices:
                 local = indices - start

@@ -122,6 +122,14 @@ def test_reading_and_staleness(make_stack: MakeStack):
         loss.backward()
 
 
+@pytest.mark.parametrize("index", [ROWS, 5 * ROWS, -1, -100])
+def test_an_index_that_is_no_row_is_refused(index: int, make_stack: MakeStack):
+    model = Model()
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    with pytest.raises(IndexError, match=r"embedding 'embedding' is not from 0 to 999"):
+        model(torch.tensor([[1, index]]))
+
+
 def test_too_small_even_for_slices(make_stack: MakeStack):
     with pytest.raises(InsufficientMemory, match="largest layer group"):
         enable_vgpu_stack_optimization(Model(), make_stack(12 << 10))
