@@ -1,7 +1,7 @@
 """C of this package, compiled for the CPU at hand on first use by the machine's C compiler, as Triton's launchers are.
 
 Shared libraries are kept under ``$XDG_CACHE_HOME/vblackwell/host``, named by a hash of source, options, compiler and
-processor: a home may be shared by machines that differ.
+processor: a home may be shared by machines that differ. A digest follows each, as a damaged one would end the process.
 """
 
 import ctypes
@@ -42,16 +42,25 @@ def _library_by(compiler: str, path: Path, options: list[str]) -> ctypes.CDLL:
     source, version = path.read_text(encoding="utf-8"), _output([compiler, "--version"])
     key = "\n".join([source, *options, version, _processor()])
     kept = cache_root() / "host" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    if os.path.isfile(kept):
+    if _is_whole(kept):
         try:
             return ctypes.CDLL(str(kept))
-        except OSError:  # it is damaged, or nothing may be run from there
+        except OSError:  # nothing may be run from there
             pass
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "built.so"
         _output([compiler, *options, "-shared", "-fPIC", str(path), "-o", str(built), "-lm"])
-        write_atomically(kept, built.read_bytes())
+        code = built.read_bytes()
+        write_atomically(kept, code + hashlib.sha256(code).digest())
         return ctypes.CDLL(str(built))
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        found = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(found[:-32]).digest() == found[-32:]
 
 
 def _output(command: list[str]) -> str:
