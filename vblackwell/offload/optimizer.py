@@ -20,7 +20,7 @@ from vblackwell.offload import resident
 from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups
 from vblackwell.offload.movement.gradients import after_norms, norm_of_norms
-from vblackwell.offload.movement.state import Hyper
+from vblackwell.offload.movement.state import Hyper, defer_sigint
 from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import Resident, resident_of, restride, updates_here
 from vblackwell.offload.state import read_slot_states, write_slot_states
@@ -144,7 +144,13 @@ class VGPUAdamW(torch.optim.AdamW):
         self._check_current()
         super().add_param_group(param_group)
         if self._adopts:
-            self._adopt(self.param_groups[-1])
+            try:
+                self._adopt(self.param_groups[-1])
+            except BaseException:
+                for param in self.param_groups.pop()["params"]:
+                    self._group_of.pop(param, None)
+                    self._slots.pop(param, None)
+                raise
 
     def _adopt(self, group: dict[str, Any]) -> None:
         fresh: dict[Offload, list[Slot]] = {}
@@ -204,16 +210,21 @@ class VGPUAdamW(torch.optim.AdamW):
         self.skipped = False
         for engine in self._engines:
             engine.worker.check_gradients()
-        factor = None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
+        factor = None
+        if self.loss_scale != 1.0:
+            factor = torch.tensor(1.0 / self.loss_scale, dtype=torch.float32, device="cpu")
         if self.max_grad_norm is not None:
             factor = self._measure(only)
         if self.skipped:
             for engine in self._engines:
                 engine.step_control.skip_step()
             return
-        for engine in self._engines:
-            engine.step_control.commit_step(lambda slot: only is None or slot.param in only, factor)
-        self._step_plain(only, factor)
+        steps = [engine.step_control for engine in self._engines]
+        asked = [step.prepare(lambda slot: only is None or slot.param in only, factor) for step in steps]
+        with defer_sigint():  # all groups of all models, or none
+            for step, jobs in zip(steps, asked, strict=True):
+                step.commit(jobs, factor)
+            self._step_plain(only, factor)
 
     def _measure(self, only: set[Tensor] | None) -> Tensor | None:
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
@@ -384,7 +395,7 @@ def _measured(params: Iterable[Tensor], engines: Sequence[Offload]) -> tuple[Ten
             measured.append((param, resident.plain_norm(param)))
     norms = [norm for _, norm in measured]
     if not norms:
-        return torch.zeros(()), measured
+        return torch.zeros((), dtype=torch.float32, device="cpu"), measured
     return norm_of_norms(norms, engines[0].device if engines else norms[0].device), measured
 
 

@@ -62,7 +62,7 @@ class StepControl(Mover):
         self._open_window = False  # gradients have come since the last step
         self._rolled_back = False  # updates that began before the step that is awaited
         self.num_steps = self.num_rolled_back = 0
-        self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32))
+        self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
         self.source: Any = None
         self.follow_clipping = True
         self._clipped = False
@@ -353,14 +353,33 @@ class StepControl(Mover):
             if (hyper := self.source.hyper_of(slot)) is not None and wanted(slot) and self.gradients.has(slot)
         ]
 
-    def commit_step(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> None:
-        """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
+    def prepare(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> list[list[Job]]:
+        """The step has come: what it does to each group, gradients times ``factor``. StaleTensor where it cannot."""
         self.finish_backward()
         self.scale_stored()
         if factor is not None:
             self.roll_back()
-        for group in self._groups:
-            jobs, early = self.jobs(group, wanted), self._states[group].early
+        asked = [self.jobs(group, wanted) for group in self._groups]
+        for group, jobs in zip(self._groups, asked, strict=True):
+            early, at_once = self._states[group].early, self.level0 is None or self.level0.at_once
+            now = at_once or self._places[group] is self.host_updates
+            if jobs and now and (early is None or early.jobs != jobs) and self.weights.is_pinned(group):
+                self.weights.refuse_in_use(group)
+        return asked
+
+    def commit(self, asked: list[list[Job]], factor: Tensor | None) -> None:
+        """Make the step: commit early updates that are as it asks, queue the others. If that fails, so will the next:
+        some groups are a step ahead of others.
+        """
+        try:
+            self._commit(asked, factor)
+        except BaseException:
+            self._worker.broken = True
+            raise
+
+    def _commit(self, asked: list[list[Job]], factor: Tensor | None) -> None:
+        for group, jobs in zip(self._groups, asked, strict=True):
+            early = self._states[group].early
             if early is not None and early.jobs == jobs:
                 with defer_sigint():
                     self._keep(group)

@@ -49,7 +49,7 @@ def counter_words(seed: int, step: int) -> tuple[int, int]:
 
 def random_words(first: int, n: int, key: int, salt: int) -> tuple[Tensor, Tensor]:
     """Two (n,) int64 tensors of 32 random bits each, for elements ``first`` and following of a parameter."""
-    index = torch.arange(first, first + n)
+    index = torch.arange(first, first + n, device="cpu")
     low, high = index & _LOW, (index >> 32) ^ salt
     for _ in range(7):
         product = low * 0xD256D193  # wraps in 64 bits; both halves are right
@@ -61,9 +61,9 @@ def random_words(first: int, n: int, key: int, salt: int) -> tuple[Tensor, Tenso
 @functools.cache
 def _values(mantissa: int, count: int) -> Tensor:
     """fp32 value of each of ``count`` codes: from 1 on fp32's own bits cut short, below it even steps."""
-    codes = torch.arange(count)
+    codes = torch.arange(count, device="cpu")
     normal = ((codes + (126 << mantissa)) << (23 - mantissa)).int().view(torch.float32)
-    return torch.where(codes >> mantissa > 0, normal, codes / 2**mantissa)
+    return torch.where(codes >> mantissa > 0, normal, codes.float() / 2**mantissa)
 
 
 def _encoded(values: Tensor, random: Tensor, mantissa: int) -> Tensor:
@@ -88,8 +88,9 @@ def _scales(values: Tensor, most: float) -> tuple[Tensor, Tensor]:
     n = len(values)
     largest = torch.nn.functional.pad(values, (0, -n % SCALE_BLOCK)).view(-1, SCALE_BLOCK).amax(1)
     some = largest >= SMALLEST
-    up = torch.where(some, torch.full((), most) / largest, 0.0)
-    return torch.where(some, largest / torch.full((), most), 0.0), up.repeat_interleave(SCALE_BLOCK)[:n]
+    whole = largest.new_full((), most)
+    up = torch.where(some, whole / largest, 0.0)
+    return torch.where(some, largest / whole, 0.0), up.repeat_interleave(SCALE_BLOCK)[:n]
 
 
 def encode_moments(
@@ -115,7 +116,7 @@ def _update_cpu(
 ) -> None:
     """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch keeps their order."""
     n = len(weight)
-    fp32_numbers = torch.tensor(numbers.words, dtype=torch.int32).view(torch.float32)
+    fp32_numbers = torch.tensor(numbers.words, dtype=torch.int32, device="cpu").view(torch.float32)
     decay, weight1, beta2, weight2, root, eps, minus_step_size = fp32_numbers
     m, root_v = decode_moments(*states)
     m = m + weight1 * (g - m)
@@ -130,7 +131,7 @@ def _update_cpu(
     if weight.dtype == torch.float32:
         weight.copy_(weight * decay + change)
     elif remainder is not None:
-        scratch = torch.empty(n, dtype=torch.int32)
+        scratch = torch.empty(n, dtype=torch.int32, device="cpu")
         bits = (adamw.join(weight, remainder, scratch) * decay + change).view(torch.int32)
         adamw.split(bits, weight, remainder, scratch)
     else:

@@ -143,6 +143,7 @@ class _Sum(ctypes.Structure):
 
 
 def _update_words(each: Update) -> _Update:
+    assert each.factor is None or (each.factor.dtype == torch.float32 and each.factor.device.type == "cpu")
     at = (_address(tensor) for tensor in (*each.new, *each.old, each.gradient, each.factor))
     words = (ctypes.c_int32 * 7)(*each.numbers.words)
     return _Update(*at, len(each), torch_order().tail_start(len(each)), words, GRADIENTS[each.gradient.dtype])

@@ -108,7 +108,7 @@ class GradientCollector(Mover):
         self._staying: dict[Group, Staying] = {}  # oldest first
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
         self._sums = Loop(cpu.add_up)
-        self._wide = torch.empty(0)  # the worker's
+        self._wide = torch.empty(0, dtype=torch.float32, device="cpu")  # the worker's
 
     def _state(self, group: Group) -> GradientState:
         return self._states[group].gradient
@@ -452,7 +452,7 @@ class GradientCollector(Mover):
         if values.dtype != torch.float32 and values.numel() <= LONGEST_WIDENED:
             # In memory that is made once; torch reduces narrow types twenty times slower.
             if self._wide.numel() < values.numel():
-                self._wide = torch.empty(values.numel())
+                self._wide = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
             values = self._wide[: values.numel()].copy_(values)
         return torch.linalg.vector_norm(values, dtype=torch.float32)
 

@@ -185,13 +185,13 @@ def _chunks(num_elements: int) -> Iterator[tuple[slice, slice]]:
 def quantised(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """uint8 codes (n,) and fp32 scales (ceil(n / 256),) of finite ``values`` (n,), fp32 on the CPU, of a moment."""
     n, table = len(values), _values(kind)
-    padded = torch.zeros(-(-n // SCALE_BLOCK) * SCALE_BLOCK)
+    padded = values.new_zeros(-(-n // SCALE_BLOCK) * SCALE_BLOCK)
     padded[:n] = values.abs()
     target = padded.view(-1, SCALE_BLOCK)
     # A correctly rounded root: torch's own in fp32 may be one last place off where a vector library does it.
     roots = target.double().sqrt().float() if kind == "exp_avg_sq" else target
     largest = roots.amax(1)
-    codes, scales = torch.zeros(roots.shape, dtype=torch.uint8), torch.zeros(len(roots))
+    codes, scales = roots.new_zeros(roots.shape, dtype=torch.uint8), roots.new_zeros(len(roots))
     left = (largest >= SMALLEST).nonzero().flatten()
     for top in _TOP_CODES[kind]:
         for places in _LAST_PLACES:
@@ -226,8 +226,8 @@ def _nearest(ratios: Tensor, kind: str) -> Tensor:
 @cache
 def _values(kind: str) -> Tensor:
     """What the codes of ``kind``, without a sign, are worth at scale 1."""
-    codes = torch.arange(256).to(torch.uint8)
-    m, root_v = decode_moments(codes, torch.ones(1), codes, torch.ones(1))
+    codes, one = torch.arange(256, device="cpu").to(torch.uint8), torch.ones(1, dtype=torch.float32, device="cpu")
+    m, root_v = decode_moments(codes, one, codes, one)
     return m[:_SIGN].clone() if kind == "exp_avg" else root_v
 
 
