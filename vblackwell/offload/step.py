@@ -9,7 +9,7 @@ into `Shadows`, which the step makes the group's ranges, or, if every backward i
 into the ranges themselves.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -58,6 +58,9 @@ class StepControl(Mover):
         if level0 is not None:
             budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
             budget.free_spare = level0.free_shadows
+        # A half of their gradient is none to update from: each site sends its own.
+        uses = Counter(group for site in found.sites for group in site.groups)
+        self._sent_twice = {group for group in found.slice_rows if uses[group] > 1}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self._rolled_back = False  # updates that began before the step that is awaited
@@ -132,7 +135,7 @@ class StepControl(Mover):
         source = self.source
         if not source.update_in_backward or self._forwards < source.accumulation_steps or source.loss_scale != 1.0:
             return False
-        if self._clips_again:
+        if self._clips_again or group in self._sent_twice:
             return False
         if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
             return False

@@ -122,6 +122,26 @@ def test_reading_and_staleness(make_stack: MakeStack):
         loss.backward()
 
 
+def test_a_tied_leaf_is_updated_from_both_of_its_gradients(make_stack: MakeStack):
+    """Without a way back, too: an update from the head's half alone would have to be undone for the embedding's."""
+
+    def trained(**how: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Model(tied=True)
+        enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+        assert offload_of(model).summary()["sliced"]
+        optimizer = VGPUAdamW(model.parameters(), **how)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        release(model)
+        return model.state_dict()
+
+    at_step, early = trained(), trained(update_in_backward=True, undo=False)
+    assert all(torch.equal(early[name], value) for name, value in at_step.items())
+
+
 @pytest.mark.parametrize("index", [ROWS, 5 * ROWS, -1, -100])
 def test_an_index_that_is_no_row_is_refused(index: int, make_stack: MakeStack):
     model = Model()
