@@ -100,6 +100,36 @@ def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():
     assert shadowed_groups(groups, kept) == groups[2:]
 
 
+@given(level0=st.integers(1, 40), frozen=st.integers(8, 64), asked=st.sampled_from([None, 1]))
+def test_what_one_forward_holds_fits_the_weights_budget(level0: int, frozen: int, asked: int | None):
+    """A layer of frozen weights and adapters is two groups, and a parameter of the model's own is there all the time:
+    either the plan is refused, or the budget holds all that is in use at once.
+    """
+
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Linear(frozen * 8, 128, bias=False).requires_grad_(False)
+            self.lora = torch.nn.Linear(128, 8, bias=False)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Adapted() for _ in range(3))
+            self.scale = torch.nn.Parameter(torch.ones(2000))
+
+    with torch.device("meta"):
+        model = Model()
+    options = StreamingOptions(torch.bfloat16, update="device", weight_bytes=asked)
+    try:
+        found = place_streamed(model, spaces([level0 * 16 * 1024, GiB], on_gpu=True), options)
+    except InsufficientMemory:
+        return
+    sizes = {group.name: group.num_bytes for group in found.groups}
+    assert {"layers.0", "layers.0/trained", "Model"} <= set(sizes)
+    assert found.budget_bytes >= sizes["layers.0"] + sizes["layers.0/trained"] + sizes["Model"]
+
+
 def on_gpu(layer: tuple[int, int], num_layers: int, level0_bytes: int) -> StreamedPlacement:
     """A bf16 model of as many layers of ``layer`` elements, streamed on a GPU and updated there."""
     with torch.device("meta"):

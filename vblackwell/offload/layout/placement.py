@@ -170,7 +170,8 @@ def place_streamed(
             available_bytes=free,
         )
     rest = replace(level, capacity_bytes=level.capacity_bytes - ring - kept_bytes)
-    budget = _weights_budget(whole, rest, options, int(free * CUDA_SHARE), max_locked if on_level0 else 0)
+    locked_bytes = max_locked * largest if on_level0 else 0
+    budget = _weights_budget(whole, sites, rest, options, int(free * CUDA_SHARE), locked_bytes)
     if len(levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
     # Slices are cut from addressable ranges: those first.
@@ -203,30 +204,57 @@ def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None
 
 
 def _weights_budget(
-    groups: Sequence[Group], level: LevelSpace, options: StreamingOptions, share_bytes: int, max_locked: int
+    groups: Sequence[Group],
+    sites: Sequence[Site],
+    level: LevelSpace,
+    options: StreamingOptions,
+    share_bytes: int,
+    locked_bytes: int,
 ) -> int:
     """What loaded weights may take of ``level``: as asked for, or all but a gradient buffer, on a GPU a few groups, as
-    far as ``share_bytes`` go, or those in use; with those that updates hold no more than half of it.
+    far as ``share_bytes`` go, or those in use; with those that updates hold no more than half of it. What one module's
+    forward needs at once in any case.
     """
     free = level.free_bytes
     weights = max((group.num_bytes for group in groups), default=0)
     gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
-    if weights + gradient > free:
+    together = max(held_together(sites, groups), key=_weight_bytes, default=[])
+    least = max(weights, _weight_bytes(together))
+    if least + gradient > free:
         largest = max(groups, key=lambda group: group.num_bytes)
+        named = f"the largest layer group, {largest.name!r}, needs"
+        if least > weights:
+            named = f"{', '.join(repr(group.name) for group in together)}, which are in use together, need"
         raise InsufficientMemory(
-            f"level 0 ({level.name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, "
-            f"needs {format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient "
+            f"level 0 ({level.name}) has {format_bytes(free)} free, and {named} "
+            f"{format_bytes(least + gradient)} there (weights {format_bytes(least)}, gradient "
             f"{format_bytes(gradient)}): raise fast_memory (the capacity of level 0)",
-            needed_bytes=weights + gradient,
+            needed_bytes=least + gradient,
             available_bytes=free,
         )
     budget = free - gradient
     if options.weight_bytes is not None:
-        return max(weights, min(budget, options.weight_bytes))
+        return max(least, min(budget, options.weight_bytes))
     if level.kind == "gpu":
         few = min(CUDA_GROUPS * weights, max(GROUPS_IN_USE * weights, share_bytes))
-        budget = max(weights, min(budget, few, int(free * (1 - CUDA_ACTIVATION_SHARE)) - max_locked * weights))
+        budget = max(least, min(budget, few, int(free * (1 - CUDA_ACTIVATION_SHARE)) - locked_bytes))
     return budget
+
+
+def held_together(sites: Sequence[Site], groups: Iterable[Group]) -> list[list[Group]]:
+    """For each of ``sites`` those of ``groups`` that are on level 0 in its forward: its own, and those of modules
+    around it.
+    """
+    whole, around = set(groups), dict[nn.Module, dict[Group, None]]()
+    always = [site for site in sites if site.when is Site.when]
+    for site in always:
+        for module in site.module.modules():
+            around.setdefault(module, {}).update(dict.fromkeys(site.groups))
+    return [[group for group in around[site.module] if group in whole] for site in always]
+
+
+def _weight_bytes(groups: Iterable[Group]) -> int:
+    return sum(group.num_bytes for group in groups)
 
 
 # -- where AdamW runs --------------------------------------------------------------------------------------------------
