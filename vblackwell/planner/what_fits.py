@@ -101,8 +101,9 @@ class WhatFits:
             name: models[name] if isinstance(models, Mapping) else KNOWN_MODELS[name] for name in models
         }
         self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
-        self._model = functools.lru_cache(maxsize=1)(self._build)  # of the model that is being asked about
-        self._adapted = functools.lru_cache(maxsize=2)(self._adapt)
+        # Built once each for the model that is being asked about.
+        self._model = functools.lru_cache(maxsize=1)(self._build)
+        self._runs = functools.lru_cache(maxsize=len(WAYS))(self._run_of)
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
         self._packs = functools.cache(lambda name: None in find_linears(self._model(name)).values())
         self._packed = functools.cache(self._packed_bytes)
@@ -170,11 +171,15 @@ class WhatFits:
         found = getattr(_text_config(self._model(name)), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else POSITIONS
 
-    def _run_of(self, name: str, traced_as: str, precision: str, build: Callable[..., nn.Module] | None = None) -> Run:
+    def _run_of(self, name: str, kind: str, tiled: bool = True) -> Run:
+        """``kind``: 'plain', 'train', or of `WAYS` that train adapters; ``tiled``: packed weights lie as on a GPU."""
         length = min(SEQ_LENGTH, self._positions(name))
-        spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {traced_as}")
-        spec = spec if build is None else replace(spec, build=build)
-        return Run(spec, length, precision=precision, capability=TRACED, expandable=True)
+        spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}")
+        if kind.startswith("adapters"):
+            spec = replace(spec, build=lambda dtype: self._adapted(name, kind == "adapters", tiled))
+        plain = kind == "plain"
+        precision = "fp32" if plain else "bf16"
+        return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 
     def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
         kind = way if way.startswith("adapters") else "train"
@@ -185,8 +190,7 @@ class WhatFits:
             room = bounds.gpu if resident else bounds.gpu + bounds.host + bounds.disk
             if least_bytes > room:
                 return Lacking("GPU memory" if resident else "RAM and disk", least_bytes - room)
-        adapted = functools.partial(self._adapted, name, way == "adapters", place.has_gpu)
-        run = self._run_of(name, kind, "bf16", None if kind == "train" else lambda dtype: adapted())
+        run = self._runs(name, kind, place.has_gpu)
         forecast = Forecast(run, place, traces=self._traces[run.spec.name], steps=1)  # traces depend on no machine
         least = Choice(placements[-1], *BATCHES[-1], True, UPDATES[0], "host")
         middle = replace(least, batch_size=BATCHES[len(BATCHES) // 2][0])
@@ -217,7 +221,7 @@ class WhatFits:
         room, parameters = allocatable_bytes(place.bounds.gpu, 0), self.parameters(name)
         if parameters * MIN_PLAIN > room:
             return Lacking("GPU memory", int(parameters * MIN_PLAIN) - room)
-        run = self._run_of(name, "plain", "fp32")
+        run = self._runs(name, "plain")
         traces = self._traces[run.spec.name]
         if (False, 1) not in traces:
             traces[False, 1] = run.trace(1)
@@ -271,10 +275,10 @@ class WhatFits:
         """In bf16 on meta, frozen and in eval mode; nobody changes it."""
         return build_causal_lm(dict(self._fields[name]), name, torch.bfloat16).requires_grad_(False).eval()
 
-    def _adapt(self, name: str, packed: bool, tiled: bool) -> nn.Module:
+    def _adapted(self, name: str, packed: bool, tiled: bool) -> nn.Module:
         """As ``vb train --lora 16`` makes it in bf16, ``packed`` with ``--use-fp4``."""
         if packed:
-            return _pack(copy.deepcopy(self._adapted(name, False, tiled)), tiled)
+            return _pack(copy.deepcopy(self._runs(name, "adapters-bf16", tiled).model), tiled)
         model = copy.deepcopy(self._model(name))
         add_adapters(model, Lora(RANK))
         return model.to(torch.bfloat16).train()

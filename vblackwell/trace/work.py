@@ -61,7 +61,7 @@ def streaming_work(issues: float) -> tuple[Work, ...]:
 
 @functools.cache
 def module_issues(kind: type) -> float:
-    """The host's time for a call of a module of ``kind``, next to those of its operators and of the modules it calls."""
+    """The host's time for a call of a module of ``kind``, next to its operators and the modules it calls."""
     if kind.__module__.startswith("torch.nn."):
         return TORCH_MODULE
     return MODEL if any(each.__name__ == "PreTrainedModel" for each in kind.__mro__) else MODULE
