@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +17,9 @@ from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import Rates, assumed_rates
-from vblackwell.planner import what_fits
+from vblackwell.planner import model_spec, what_fits
 from vblackwell.planner.forecast import Machine
+from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import KNOWN_MODELS
 from vblackwell.planner.placement import Bounds, Lacking
 from vblackwell.planner.what_fits import MIN_SPEED, Fit, WhatFits, row_of
@@ -126,6 +130,34 @@ def test_every_way_of_one_model(capsys):
         assert room is None or lacking.num_bytes == bytes_a_parameter * parameters - room * MiB
     lines = what_fits_command.way_lines("tiny-c", parameters, "a card", place(20 * MiB, host=8 * MiB), tight)
     assert any(line.split("  ")[-1].startswith("lacks ") and "GPU memory" in line for line in lines)
+
+
+def test_one_answer_builds_and_traces_nothing_twice(monkeypatch):
+    """Seconds of a large model each: built frozen, to be trained and in fp32; two forwards of one token; and a step by
+    the weights that are there and by batch, of the steps of both placements and of both machines."""
+    counts = Counter[Any]()
+
+    def counted(owner: Any, name: str, key: Callable[..., Any] = lambda *args: args[-1]) -> None:
+        plain = getattr(owner, name)
+
+        def count(*args: Any, **options: Any) -> Any:
+            counts[name, key(*args)] += 1
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for owner in (what_fits, model_spec):
+        counted(owner, "build_causal_lm")
+    counted(what_fits, "add_adapters", lambda *args: None)
+    counted(what_fits, "trace_forward", lambda *args: None)
+    counted(Run, "trace", lambda run, batch_size, *args: (run.spec.name.split()[-1], batch_size))
+    answers = WhatFits(("tiny-c",))
+    assert all(isinstance(fit, Fit) for fit in answers.ways("tiny-c", place(8 * GiB)).values())
+    assert all(isinstance(fit, Fit) for fit in answers.ways("tiny-c", place(7 * GiB)).values())
+    traced = [("plain", 1), *itertools.product(("adapters-bf16", "adapters", "train"), (1, 2))]
+    expected = {("trace", key): 1 for key in traced} | {("trace_forward", None): 2, ("add_adapters", None): 1}
+    built = {("build_causal_lm", torch.bfloat16): 2, ("build_causal_lm", torch.float32): 1}
+    assert counts == expected | built
 
 
 def test_the_ways_of_a_card(monkeypatch, capsys):

@@ -87,9 +87,11 @@ class Forecast:
         self._groups = functools.cache(lambda model, formats: find_groups(model, None, None, formats)[0])
 
     def _model(self, checkpointing: bool) -> nn.Module:
-        model = replace(self.run, checkpointing=checkpointing).model()
-        if self._fused:
-            fuse(model)
+        run = self.run if checkpointing == self.run.checkpointing else replace(self.run, checkpointing=checkpointing)
+        if not self._fused:
+            return run.model
+        model = run.build()
+        fuse(model)
         return model
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:

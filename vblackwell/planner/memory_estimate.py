@@ -56,8 +56,13 @@ class Run:
         """Of the weights."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
+    @functools.cached_property
     def model(self) -> nn.Module:
-        """The module on meta."""
+        """The module on meta, built once; traces leave it as it is, and nobody else may change it."""
+        return self.build()
+
+    def build(self) -> nn.Module:
+        """A module on meta of the caller's own."""
         return self.prepared(self.spec.build(self.dtype))
 
     def prepared(self, model: Any) -> nn.Module:
@@ -69,9 +74,9 @@ class Run:
         return model
 
     def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
-        """What ``steps`` steps with that batch allocate; ``model``: made already."""
+        """What ``steps`` steps with that batch allocate; ``model``: a converted copy of the run's."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
-        what = (model or self.model(), batch, self.spec.loss, OPTIMIZERS[self.optimizer] if optimizes else None)
+        what = (model or self.model, batch, self.spec.loss, OPTIMIZERS[self.optimizer] if optimizes else None)
         autocast = torch.bfloat16 if self.precision == "autocast" else None
         gpu: dict[str, Any] = {"capability": self.capability, "num_sms": self.num_sms}
         return trace_training(*what, autocast=autocast, steps=steps, **gpu)

@@ -167,7 +167,7 @@ def sharded_step(
     optimizer = seconds.pop("optimizer", 0.0)
     forward = seconds.get("forward", 0.0) + seconds.get("loss", 0.0)
     compute = sum(seconds.values())
-    units = _units(run.model(), forward, compute - forward)
+    units = _units(run.model, forward, compute - forward)
     total, sent, exposed = flow(units, num_gpus, topology, Link(bytes_per_second=rate))
     step = compute + exposed + optimizer / num_gpus
     held = state_bytes(trace) / num_gpus + 3 * max(unit.weight_bytes for unit in units)

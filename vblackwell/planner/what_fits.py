@@ -11,6 +11,7 @@ lanes; without a model, from the largest that its states do not already rule out
 - *plain*: PyTorch alone: fp32, AdamW, one sequence of 1,024 tokens a step.
 """
 
+import copy
 import functools
 import itertools
 from collections import defaultdict
@@ -100,8 +101,12 @@ class WhatFits:
             name: models[name] if isinstance(models, Mapping) else KNOWN_MODELS[name] for name in models
         }
         self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
+        # Built once each for the model that is being asked about.
+        self._model = functools.lru_cache(maxsize=1)(self._build)
+        self._runs = functools.lru_cache(maxsize=len(WAYS))(self._run_of)
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
-        self._packed = functools.cache(lambda name: sum(p.nbytes for p in _pack(self._model(name)).parameters()))
+        self._packs = functools.cache(lambda name: None in find_linears(self._model(name)).values())
+        self._packed = functools.cache(self._packed_bytes)
         self._decoding = functools.cache(self._decode)
         self._positions = functools.cache(self._positions_of)
 
@@ -120,7 +125,7 @@ class WhatFits:
         """How ``name`` fits ``place`` in each of `WAYS`, or what it lacks."""
         found: dict[str, Fit | Lacking] = {}
         for way in WAYS:
-            packs = way not in ("run", "adapters") or None in find_linears(self._model(name)).values()
+            packs = way not in ("run", "adapters") or self._packs(name)
             found[way] = self._way(way, name, place) if packs else Lacking("has no linear that is packed")
         return found
 
@@ -166,11 +171,15 @@ class WhatFits:
         found = getattr(_text_config(self._model(name)), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else POSITIONS
 
-    def _run_of(self, name: str, traced_as: str, precision: str, build: Callable[..., nn.Module] | None = None) -> Run:
+    def _run_of(self, name: str, kind: str, tiled: bool = True) -> Run:
+        """``kind``: 'plain', 'train', or of `WAYS` that train adapters; ``tiled``: packed weights lie as on a GPU."""
         length = min(SEQ_LENGTH, self._positions(name))
-        spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {traced_as}")
-        spec = spec if build is None else replace(spec, build=build)
-        return Run(spec, length, precision=precision, capability=TRACED, expandable=True)
+        spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}")
+        if kind.startswith("adapters"):
+            spec = replace(spec, build=lambda dtype: self._adapted(name, kind == "adapters", tiled))
+        plain = kind == "plain"
+        precision = "fp32" if plain else "bf16"
+        return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 
     def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
         kind = way if way.startswith("adapters") else "train"
@@ -181,8 +190,7 @@ class WhatFits:
             room = bounds.gpu if resident else bounds.gpu + bounds.host + bounds.disk
             if least_bytes > room:
                 return Lacking("GPU memory" if resident else "RAM and disk", least_bytes - room)
-        adapted = functools.partial(self._adapted, name, way == "adapters", place.has_gpu)
-        run = self._run_of(name, kind, "bf16", None if kind == "train" else adapted)
+        run = self._runs(name, kind, place.has_gpu)
         forecast = Forecast(run, place, traces=self._traces[run.spec.name], steps=1)  # traces depend on no machine
         least = Choice(placements[-1], *BATCHES[-1], True, UPDATES[0], "host")
         middle = replace(least, batch_size=BATCHES[len(BATCHES) // 2][0])
@@ -213,7 +221,7 @@ class WhatFits:
         room, parameters = allocatable_bytes(place.bounds.gpu, 0), self.parameters(name)
         if parameters * MIN_PLAIN > room:
             return Lacking("GPU memory", int(parameters * MIN_PLAIN) - room)
-        run = self._run_of(name, "plain", "fp32")
+        run = self._runs(name, "plain")
         traces = self._traces[run.spec.name]
         if (False, 1) not in traces:
             traces[False, 1] = run.trace(1)
@@ -252,25 +260,31 @@ class WhatFits:
         return Fit(way, name, self.parameters(name), 1 / slowest, *levels, passing == 0, how, at_once)
 
     def _decode(self, name: str, packed: bool, capability: tuple[int, int], tiled: bool) -> "_Decoding":
-        model: Any = self._model(name).requires_grad_(False)
+        model: Any = self._model(name)
         if packed:
-            _pack(model, tiled)
+            model = _pack(copy.deepcopy(model), tiled)
         shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
         if shape is None:
             raise Unsupported("keys and values of these layers are not counted: not all of them attend plainly")
         sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
         batch, config = language_batch(self._fields[name]["vocab_size"], 1, 1), _text_config(model)
-        work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
+        work = trace_forward(model, batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
         return _Decoding(shape, sizes, token_bytes(config, 2), work)
 
-    def _model(self, name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-        return build_causal_lm(dict(self._fields[name]), name, dtype)
+    def _build(self, name: str) -> nn.Module:
+        """In bf16 on meta, frozen and in eval mode; nobody changes it."""
+        return build_causal_lm(dict(self._fields[name]), name, torch.bfloat16).requires_grad_(False).eval()
 
-    def _adapted(self, name: str, packed: bool, tiled: bool, dtype: torch.dtype) -> nn.Module:
-        """As ``vb train --lora 16`` makes it, ``packed`` with ``--use-fp4``."""
-        model = self._model(name, dtype).requires_grad_(False)
+    def _adapted(self, name: str, packed: bool, tiled: bool) -> nn.Module:
+        """As ``vb train --lora 16`` makes it in bf16, ``packed`` with ``--use-fp4``."""
+        if packed:
+            return _pack(copy.deepcopy(self._runs(name, "adapters-bf16", tiled).model), tiled)
+        model = copy.deepcopy(self._model(name))
         add_adapters(model, Lora(RANK))
-        return (_pack(model, tiled) if packed else model).to(dtype).train()
+        return model.to(torch.bfloat16).train()
+
+    def _packed_bytes(self, name: str) -> int:
+        return sum(parameter.nbytes for parameter in _pack(copy.deepcopy(self._model(name))).parameters())
 
 
 class _Decoding(NamedTuple):

@@ -14,7 +14,6 @@ from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, LATER_BYTES, default_disk_path, free_disk_bytes
 from vblackwell.machine.rates import assumed_rates, kept_rates, rates_of
-from vblackwell.offload.measure import cpu_rates
 from vblackwell.planner import what_fits
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
@@ -139,6 +138,8 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
         bounds = Bounds(card.total_bytes - context_bytes(card.capability), host, disk)
         return card.name, Machine(bounds, rates_of(card), capability=card.capability)
     if not torch.cuda.is_available():
+        from vblackwell.offload.measure import cpu_rates  # with all of the runtime, which a named card does without
+
         bounds = Bounds(int(ram * ARENA_SHARE), host, disk)
         return "this machine, without a GPU", Machine(bounds, cpu_rates(), has_gpu=False)
     name = torch.cuda.get_device_name(0)

@@ -16,55 +16,64 @@ from torch.utils._pytree import tree_leaves
 
 from vblackwell.trace.cuda_on_meta import META
 
-_PLAIN_ARGUMENTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TENSORS = {Tensor, torch.nn.Parameter}
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _Recipe = Callable[[Any], Any]
 
 
 @dataclass(slots=True)
 class Known:
-    """A call that was seen before: how to answer it (None: it must be asked again), and what a caller notes of it."""
+    """A call that was seen before: how to answer it (None: it must be asked again), and what a caller notes of it;
+    ``is_view``: it gives a view and takes nothing."""
 
     recipe: _Recipe | None
     notes: dict[Any, Any] = field(default_factory=dict)
+    is_view: bool = False
 
 
 class MetaAnswers:
     """Calls operators, and remembers; ``known``: of the last call, None where its arguments do not say everything."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Known] = {}
+        self._known: dict[Any, dict[Any, Known]] = {}  # by operator and by arguments
         self.known: Known | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.known = None
         if func.namespace != "aten":
             return func(*args, **kwargs)
-        name = func.__name__.partition(".")[0]
-        in_place = name.startswith("_foreach") and name.endswith("_")
+        calls = self._known.get(func)
+        if calls is None:
+            calls = self._known[func] = {}
+        name = func.__name__
+        in_place = name.startswith("_foreach") and name.partition(".")[0].endswith("_")
         if in_place and all(each.is_meta for each in tree_leaves(args) if isinstance(each, Tensor)):
             return None  # values alone change, and scalars differ from step to step
         try:
-            key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
+            key = tuple(map(_key, args))
+            if kwargs:
+                key = key, *[(name, _key(value)) for name, value in kwargs.items()]
         except TypeError:  # an argument that is not plain
             return func(*args, **kwargs)
-        known = self.known = self._known.get(key)
+        known = self.known = calls.get(key)
         if known is not None:
             return func(*args, **kwargs) if known.recipe is None else known.recipe(args)
         out = func(*args, **kwargs)
-        self.known = self._known[key] = Known(_recipe(func, args, kwargs, out))
+        self.known = calls[key] = Known(_recipe(func, args, kwargs, out))
         return out
 
 
 def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind in _TENSORS:
         dtype = value.dtype
-        if not value.is_meta or type(value) not in (Tensor, torch.nn.Parameter) or dtype.is_complex:
+        if not value.is_meta or dtype.is_complex:
             raise TypeError
         return value.shape, value.stride(), value.storage_offset(), dtype
+    if kind in _PLAIN:
+        return kind, value  # 1, 1.0 and True are equal, and not the same to an operator
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
-    if isinstance(value, _PLAIN_ARGUMENTS):
-        return type(value), value  # 1, 1.0 and True are equal, and not the same to an operator
     raise TypeError
 
 

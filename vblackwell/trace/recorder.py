@@ -1,5 +1,6 @@
 """What operators on tensors without bytes would allocate on a GPU, and when, as seen below autograd."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,11 @@ from vblackwell.trace.workspace import CUBLAS, CUBLAS_BYTES, CUBLASLT_BYTES, wor
 KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps once it has one
 # References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it.
 ENGINE_ALONE = (2, 4)
+
+
+@functools.cache
+def _host_work(phase: str, issues: float) -> Work:
+    return Work(phase, kind="host", issues=issues)
 
 
 class Recorder(TorchDispatchMode):
@@ -55,6 +61,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
+            known = self.answers.known
+            if known is not None and known.is_view and self.log.knows(out):
+                self._note_issues(VIEW)
+                return out
             leaves = (out,) if type(out) is Tensor else tree_leaves(out)
             found = [each for each in leaves if isinstance(each, Tensor) and each.is_meta]
             name = func.__name__.partition(".")[0]
@@ -63,8 +73,13 @@ class Recorder(TorchDispatchMode):
                 taking = partial(workspace_bytes, name, args, found, self.capability, self.num_sms)
                 workspace, after_outputs = self._noted("workspace", taking)
             taken = self._birth(workspace) if workspace else None
-            if self.counts_work:
-                self._note_work(func, args, kwargs, out, found)
+            gives_known = bool(found) and not name.endswith("_") and all(map(self.log.knows, found))
+            if gives_known:
+                self._note_issues(VIEW)
+                if known is not None and not (workspace or after_outputs or name in CUBLAS) and type(out) is Tensor:
+                    known.is_view = True
+            elif self.counts_work:
+                self._note_work(func, args, kwargs, out)
             if func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
                 self.log.hand_over(old, found[0])
             for number, tensor in enumerate(found[::-1] if name == "native_dropout" else found):  # its mask first
@@ -94,19 +109,20 @@ class Recorder(TorchDispatchMode):
                 known.notes[what] = found
         return found
 
-    def _note_work(self, func: Any, args: Any, kwargs: Any, out: Any, found: list[Tensor]) -> None:
+    def _note_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """The same call is the same work: it follows from sizes, but for tensors that repeat parts of a storage."""
-        if found and not func.__name__.partition(".")[0].endswith("_") and all(map(self.log.knows, found)):
-            self.work.append(Work(self.phase, kind="host", issues=VIEW))
-            return
         has_tf32 = self.capability >= (8, 0)
         make = partial(work_of, self.phase, func, args, kwargs, out, has_tf32, self.num_sms)
         work = self._noted(self.phase, make, lambda: not any(map(_repeats, tree_leaves((args, kwargs, out)))))
         self.work.append(work)
 
-    def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _note_issues(self, issues: float) -> None:
+        """Work of the host alone."""
         if self.counts_work:
-            self.work.append(Work(self.phase, kind="host", issues=module_issues(module)))
+            self.work.append(_host_work(self.phase, issues))
+
+    def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._note_issues(module_issues(type(module)))
         if self.phase != "forward" or not any(each is not None for each in module._parameters.values()):
             return
         self.head = module

@@ -127,20 +127,20 @@ def trace_training(
     ConfigurationError where nothing of the model is to be trained.
     """
     model = on_meta(model)
-    recorder = Recorder(capability, num_sms)
+    recorder, parameters = Recorder(capability, num_sms), list(model.parameters())
     try:
         calls = register_module_forward_pre_hook(recorder.called)
         with calls, cuda_on_meta(autocast, capability) as cuda, plain_batches():
             recorder.enter_phase("setup")
-            _see(recorder, [*model.parameters(), *model.buffers()], "weights")
-            optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-            model.zero_grad(set_to_none=True)
+            _see(recorder, [*parameters, *model.buffers()], "weights")
+            optimizer = make_optimizer(parameters) if make_optimizer else None
+            _drop_gradients(parameters)
             for recorder.step in range(steps):
                 recorder.counts_work = recorder.step == steps - 1
                 with recorder:
-                    _run_step(recorder, cuda, model, make_batch, loss, optimizer)
+                    _run_step(recorder, cuda, model, parameters, make_batch, loss, optimizer)
             recorder.enter_phase("setup")
-            model.zero_grad(set_to_none=True)
+            _drop_gradients(parameters)
             del optimizer  # its states end here, where it is seen
     except VBError:
         raise
@@ -149,7 +149,7 @@ def trace_training(
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         said = f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
         raise Untraceable(said) from error
-    sizes, parameters = recorder.log.sizes, list(model.parameters())
+    sizes = recorder.log.sizes
     categories = tuple(recorder.category.get(i, "workspace") for i in range(len(sizes)))
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     events, marks, work = tuple(recorder.log.events), tuple(recorder.marks), tuple(recorder.work)
@@ -186,8 +186,20 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
                 recorder.see(tensor, category)
 
 
+def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    with torch._C.DisableTorchFunction():
+        for parameter in parameters:
+            parameter.grad = None
+
+
 def _run_step(
-    recorder: Recorder, cuda: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
+    recorder: Recorder,
+    cuda: CudaOnMeta,
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    make_batch: MakeBatch,
+    loss: Loss,
+    optimizer: Any,
 ) -> None:
     first = recorder.first
     first.clear()
@@ -204,13 +216,13 @@ def _run_step(
             recorder.category.setdefault(index, kind)
     recorder.enter_phase("loss_backward")
     value.backward()
-    _see(recorder, (parameter.grad for parameter in model.parameters()), "gradients")
+    _see(recorder, (parameter.grad for parameter in parameters), "gradients")
     for index in range(first["loss_backward"], first.get("backward", len(recorder.log.sizes))):
         recorder.category.setdefault(index, "logits_and_loss")
     del value
     recorder.enter_phase("optimizer")
     if optimizer is None:
-        model.zero_grad(set_to_none=True)
+        _drop_gradients(parameters)
         return
     # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
     cuda.item_read = recorder.read

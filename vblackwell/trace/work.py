@@ -59,11 +59,12 @@ def streaming_work(issues: float) -> tuple[Work, ...]:
     return tuple(Work(phase, kind="host", issues=share * issues) for phase, share in parts)
 
 
-def module_issues(module: Any) -> float:
-    """The host's time for a call of ``module``, next to those of its operators and of the modules it calls."""
-    if type(module).__module__.startswith("torch.nn."):
+@functools.cache
+def module_issues(kind: type) -> float:
+    """The host's time for a call of a module of ``kind``, next to its operators and the modules it calls."""
+    if kind.__module__.startswith("torch.nn."):
         return TORCH_MODULE
-    return MODEL if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__) else MODULE
+    return MODEL if any(each.__name__ == "PreTrainedModel" for each in kind.__mro__) else MODULE
 
 
 def work_of(

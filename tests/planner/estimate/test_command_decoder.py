@@ -93,9 +93,7 @@ def test_a_fused_step_as_it_is_traced():
     run = Run(of_decoder("decoder", DecoderConfig(512, 512, 1408, 4, 8, max_position=64)), 64)
     ours, theirs = fused(run.trace(1)), replace(run, optimizer="adamw-fused").trace(1)
     both = [estimate_trace(trace) for trace in (ours, theirs)]
-    counts = len(
-        list(run.model().parameters())
-    )  # of steps, which a fused AdamW keeps on the GPU, in blocks of 512 bytes
+    counts = len(list(run.model.parameters()))  # of steps, which a fused AdamW keeps on the GPU, in blocks of 512 bytes
     assert both[1].allocated - both[0].allocated == 512 * counts and both[0].reserved == both[1].reserved
     # The peak is in the step: foreach makes a copy of everything there.
     assert estimate_trace(run.trace(1)).allocated - both[0].allocated > 3 * run.trace(1).num_parameters

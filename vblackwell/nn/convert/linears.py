@@ -84,11 +84,12 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 def _in_adapter(model: nn.Module, name: str) -> bool:
     """Whether the module belongs to what an adapter adds around its ``base_layer``, as peft's layers have it."""
-    parts = name.split(".")
-    around = (model.get_submodule(".".join(parts[:at])) for at in range(len(parts)))
-    return any(
-        "base_layer" in owner._modules and part != "base_layer" for owner, part in zip(around, parts, strict=True)
-    )
+    owner: Any = model
+    for part in name.split("."):
+        if "base_layer" in owner._modules and part != "base_layer":
+            return True
+        owner = owner._modules[part]
+    return False
 
 
 def head_and(keep: str | None) -> str:
@@ -98,7 +99,10 @@ def head_and(keep: str | None) -> str:
 
 def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, nn.Linear]:
     """The linears that `find_linears` lets be packed, by module name; ConfigurationError for none."""
-    found = find_linears(model, pattern, keep)
+    return _selected(model, pattern, find_linears(model, pattern, keep))
+
+
+def _selected(model: nn.Module, pattern: str, found: Mapping[str, str | None]) -> dict[str, nn.Linear]:
     selected: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
     if not selected:
         raise nothing_selected(model, pattern, found)
@@ -136,7 +140,8 @@ def store_linears(
     and ``w4a8`` or ``w4a4``. Returns every linear: why it was left, or None; ConfigurationError if nothing is selected,
     or one of them has a shape or format that these do not take.
     """
-    found, chosen = find_linears(model, pattern, head_and(keep)), select_linears(model, pattern, head_and(keep))
+    found = find_linears(model, pattern, head_and(keep))
+    chosen = _selected(model, pattern, found)
     if checks := rounding(how.get("w4a8", False), how.get("w4a4", False)):
         for name, linear in chosen.items():
             checks.check_shape(format, linear.out_features, linear.in_features, f"{name}.weight")

@@ -213,7 +213,8 @@ class Group:
 
     def append(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> Slot:
         # Dense memory keeps its stride; of any other the gaps would be stored and moved.
-        stride = tuple(torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride())
+        dense = param if param.is_contiguous() else torch.empty_like(param, device="meta")
+        stride = tuple(dense.stride())
         slot = Slot(name, param, param.shape, stride, dtype, self.num_bytes, self.num_bytes_fp32, self, type(param))
         self.slots.append(slot)
         block = SCALE_BLOCK if self.formats.packed else 1  # parameters start at multiples of so many elements
@@ -310,9 +311,9 @@ def find_groups(
     modules = dict(model.named_modules())
     if unknown := [name for name in given or () if name not in modules]:
         raise ConfigurationError(f"no module named {unknown[0]!r} in {type(model).__name__}: see named_modules()")
-    whole = _list_children(model) if given is None else {modules[name] for name in given}
+    whole = _list_children(modules.values()) if given is None else {modules[name] for name in given}
     # The readers that have none of these inside are read as a whole, too.
-    readers = {module for module in model.modules() if isinstance(module, READERS)}
+    readers = {module for module in modules.values() if isinstance(module, READERS)}
     whole |= {reader for reader in readers if whole.isdisjoint(reader.modules())}
     groups, sites, owner, inside = list[Group](), list[Site](), dict[nn.Parameter, Group](), set[nn.Module]()
     for name, module in modules.items():
@@ -331,7 +332,7 @@ def find_groups(
             groups.append(group)
         if params:
             sites.append(Site(module, list(dict.fromkeys(owner[param] for _, param in params))))
-    for module in model.modules():
+    for module in modules.values():
         if isinstance(module, nn.TransformerEncoder) and module not in inside:
             first = dict.fromkeys(owner[param] for param in module.layers[0].parameters())
             sites.append(Site(module, list(first), partial(_may_nest, module)))
@@ -359,10 +360,10 @@ def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Pa
     return [part for part in ((frozen, trained) if apart else (params,)) if part]
 
 
-def _list_children(model: nn.Module) -> set[nn.Module]:
-    """Children of the outermost ModuleLists, where those children own parameters."""
+def _list_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Of a model's ``modules``, the children of the outermost ModuleLists, where those children own parameters."""
     children, nested = set[nn.Module](), set[nn.Module]()
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, nn.ModuleList) and module not in nested:
             children.update(child for child in module if any(True for _ in child.parameters()))
             nested.update(inner for child in module for inner in child.modules())

@@ -76,7 +76,7 @@ def estimate_command(
         print(spec.note, file=sys.stderr, flush=True)
     capability, num_sms = (card.capability, card.num_sms) if card else ((8, 0), NUM_SMS)
     run = Run(spec, seq_length, optimizer, precision, gradient_checkpointing, capability, expandable_segments, num_sms)
-    run.model()  # brings the libraries that it needs
+    _ = run.model  # built here, because it brings the libraries that it needs
     gc.freeze()
     gc.enable()
     least = None if gpu_bytes is None or gpus is not None else minimum_gpu_bytes(run, gpu_bytes)

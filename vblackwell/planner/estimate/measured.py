@@ -45,7 +45,7 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     if device is None:
         device = torch.device("cpu") if why_no_cuda(list_gpus()) else torch.device("cuda", 0)
     is_gpu, free = device.type == "cuda", memory_facts().available_bytes
-    needed = sum(p.numel() for p in run.model().parameters()) * (4 if is_gpu else RAM_A_PARAMETER)
+    needed = sum(p.numel() for p in run.model.parameters()) * (4 if is_gpu else RAM_A_PARAMETER)
     if needed > free:
         said = f"to measure it takes {format_bytes(needed)} of RAM where {format_bytes(free)} are free"
         raise InsufficientMemory(f"{name} cannot be traced, and {said}", needed_bytes=needed, available_bytes=free)
