@@ -195,7 +195,7 @@ def _check_rows(indices: Tensor, num_rows: int, name: str) -> None:
     inside = ((indices >= 0) & (indices < num_rows)).all()
     said = f"an index of the embedding {name!r} is not from 0 to {num_rows - 1}"
     if indices.is_cuda:
-        torch._assert_async(inside, said)
+        torch.ops.aten._assert_async.msg(inside, said)
     elif not inside:
         raise IndexError(said)
 
