@@ -1,16 +1,18 @@
-"""Seven things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
+"""Eight things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
 
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
 It looks through all of triton.language, some thousand names, each time a kernel calls a function of Triton or
 ``tl.sum``, to replace what it has replaced already: half of its time with kernels as small as a test's. Here that is
-done once a launch for each set of modules.
+done once a launch for each set of modules, and looked for once a process.
 
 It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out
 once a process.
 
 It makes a table of all types whenever it asks which one of numpy's a type is, and names all that a kernel calls as
 often as it is called: another third. It asks of what is the same object, or cannot be constant, whether it is.
+
+It makes a tuple of Triton's of each shape that it compares, to see that two tensors have the same one.
 
 It checks sums of integers for overflow, in a dozen operations each, and throws the answer away unless it debugs.
 
@@ -20,13 +22,14 @@ It loses bf16's subnormal numbers on their way to fp32, and cuts fp32 off instea
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import numpy as np
 
 
 def repair() -> None:
-    """All seven, at most once a process. The interpreter must be on."""
+    """All eight, at most once a process. The interpreter must be on."""
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "vblackwell_repaired"):
@@ -63,11 +66,21 @@ def repair() -> None:
         finally:
             ready.clear(), modules.clear()
 
+    builtins: dict[Any, list[tuple[str, Any]]] = {}  # of a module or a class, before any of them is replaced
+
+    def patched_builtin(owner: Any, builder: Any, scope: Any) -> None:
+        if owner not in builtins:
+            builtins[owner] = [pair for pair in inspect.getmembers(owner) if tl.core.is_builtin(pair[1])]
+        for name, member in builtins[owner]:
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+    interpreter._patch_builtin = patched_builtin
     interpreter._patch_lang_tensor = patched_tensor
     interpreter._patch_lang = patched_lang
     interpreter.GridExecutor.__call__ = launched
     _remember_types(tl.core)
     _remember_numpy_types(interpreter)
+    _compare_shapes(tl.core, interpreter.TritonSemantic)
     interpreter._patch_attr = _patched_attr(interpreter.TritonSemantic)
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -102,6 +115,22 @@ def _remember_numpy_types(interpreter: Any) -> None:
         return types[name]
 
     interpreter._get_np_dtype = numpy_type
+
+
+def _compare_shapes(core: Any, semantic: Any) -> None:
+    same, broadcast = core.tuple.__eq__, semantic.broadcast_impl_value
+
+    def equal(self: Any, other: Any) -> Any:
+        if type(other) is core.tuple:
+            other = other.values
+        return core.constexpr(self.values == other) if type(other) is list else same(self, other)
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    core.tuple.__eq__, semantic.broadcast_impl_value = equal, broadcast_impl_value
 
 
 def _patched_attr(semantic_of: Any) -> Any:
