@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.kernels import emulation
 from tests.kernels.machine_code import resources
@@ -252,30 +253,27 @@ def train(kind: str, steps: int = 200) -> float:
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 8))
-    kept = []
-    for number, parameter in enumerate(model.parameters()):
-        n, blocks = parameter.numel(), -(-parameter.numel() // SCALE_BLOCK)
-        weight = parameter.detach().flatten().bfloat16()
-        remainder = None if kind == "8 bits, no remainder" else torch.zeros(n, dtype=torch.int16)
-        exact, codes = [torch.zeros(n) for _ in range(2)], [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
-        kept.append((number, parameter, weight, remainder, exact, codes, [torch.zeros(blocks) for _ in range(2)]))
+    parameters = list(model.parameters())
+    weight = parameters_to_vector(parameters).detach().bfloat16()
+    n, blocks = weight.numel(), -(-weight.numel() // SCALE_BLOCK)
+    remainder = None if kind == "8 bits, no remainder" else torch.zeros(n, dtype=torch.int16)
+    exact, codes = [torch.zeros(n) for _ in range(2)], [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.zeros(blocks) for _ in range(2)]
     losses = []
     for step in range(1, steps + 1):
-        for _, parameter, weight, *_ in kept:
-            parameter.data.copy_(weight.view(parameter.shape))
+        vector_to_parameters(weight.float(), parameters)
         x = torch.randn(64, 32)
         loss = (model(x) - teacher(x)).square().mean()
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
         numbers = AdamWStep(3e-3 * (1 - (step - 1) / steps), 0.9, 0.999, 1e-8, 0.01, step)
-        for number, parameter, weight, remainder, exact, codes, scales in kept:
-            gradient = parameter.grad.flatten()
-            if kind == "exact":
-                adamw_piece(weight, remainder, *exact, gradient, numbers)
-            else:
-                states = codes[0], scales[0], codes[1], scales[1]
-                adamw8_piece(weight, remainder, *states, gradient, numbers, seed=number, offset=0)
+        gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        if kind == "exact":
+            adamw_piece(weight, remainder, *exact, gradient, numbers)
+        else:
+            states = codes[0], scales[0], codes[1], scales[1]
+            adamw8_piece(weight, remainder, *states, gradient, numbers, seed=0, offset=0)
     return sum(losses[-20:]) / 20
 
 

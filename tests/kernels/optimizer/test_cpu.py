@@ -5,20 +5,15 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer import adamw, cpu
 from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.cpu import States, Sum, Update
-from vblackwell.kernels.runtime import host_compiler
-
-LIBRARY = cpu._library.__wrapped__  # as at a process's first question
 
 ODD_BITS = [
     0x7FFFFFFF,
@@ -179,67 +174,6 @@ def test_states_of_another_length_are_refused():
         cpu.update([Update(states, states, torch.zeros(4), None, AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1))])
 
 
-# -- a machine without a compiler, or with another ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
-def failing_compiler(folder: Path, said: str) -> str:
-    found = folder / "failing-cc"
-    found.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\necho '{said}' >&2\nexit 3\n")
-    found.chmod(0o755)
-    return str(found)
-
-
-def test_what_is_missing_is_named(empty_cache: Path, monkeypatch: pytest.MonkeyPatch):
-    failing = failing_compiler(empty_cache, "no such option")
-    monkeypatch.setenv("CC", failing)
-    if any(map(shutil.which, ("cc", "gcc", "clang"))):
-        assert LIBRARY()[0] is not None, "the next one is asked"
-    monkeypatch.setenv("PATH", str(empty_cache))
-    assert LIBRARY() == (None, f"{failing}: ended with 3: no such option")
-    monkeypatch.setenv("CC", "")
-    with pytest.raises(Unsupported, match=r"no C compiler .*: install one, e.g. apt install gcc"):
-        host_compiler.shared_library(cpu.SOURCE, {})
-
-
-def test_a_library_is_kept_and_one_that_rounds_otherwise_is_not_used(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        pytest.skip("there is no C compiler")
-    order = adamw.torch_order()
-    other = adamw.Order(order.width, (not order.lerp[0], order.lerp[1]), order.square)
-    monkeypatch.setattr(cpu, "torch_order", lambda: other)
-    native, why = LIBRARY()
-    assert native is None and "rounds as torch does not" in why
-    assert len(list((empty_cache / "vblackwell" / "host").iterdir())) == 1
-    monkeypatch.setattr(cpu, "torch_order", lambda: order)
-    for _ in range(2):
-        assert LIBRARY()[0] is not None
-    assert len(list((empty_cache / "vblackwell" / "host").iterdir())) == 2
-
-
-@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
-def test_a_cache_that_cannot_be_kept_is_no_error(home: str, way: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", home)
-    if way == "C":
-        assert LIBRARY()[0] is not None
-
-
-def test_a_damaged_library_is_made_anew(empty_cache: Path, way: str):
-    if way == "C":
-        assert LIBRARY()[0] is not None
-        (kept,) = (empty_cache / "vblackwell" / "host").iterdir()
-        kept.unlink()  # the process may have it mapped
-        kept.write_bytes(b"no library")
-        assert LIBRARY()[0] is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_callers_defaults_change_nothing(way: str, dtype: torch.dtype):
     states = states_of(5003, torch.Generator().manual_seed(0), split=True)
@@ -249,7 +183,7 @@ def test_a_callers_defaults_change_nothing(way: str, dtype: torch.dtype):
     try:
         with torch.device("meta"):
             assert adamw.torch_order.__wrapped__() == adamw.torch_order()
-            assert way == "torch" or LIBRARY()[0] is not None
+            assert way == "torch" or cpu._library.__wrapped__()[0] is not None
             cpu.update([Update(states, states, gradient, None, numbers)])
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,0 +1,66 @@
+"""The library of AdamW on the CPU: compiled once, kept, made anew; what a machine without a compiler is told."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vblackwell.errors import Unsupported
+from vblackwell.kernels.optimizer import adamw, cpu
+from vblackwell.kernels.runtime import host_compiler
+
+LIBRARY = cpu._library.__wrapped__  # as at a process's first question
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler")
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def failing_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    found = empty_cache / "failing-cc"
+    found.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'no such option' >&2\nexit 3\n")
+    found.chmod(0o755)
+    monkeypatch.setenv("CC", str(found))
+    return str(found)
+
+
+def test_what_is_missing_is_named(empty_cache: Path, failing_compiler: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(empty_cache))
+    assert LIBRARY() == (None, f"{failing_compiler}: ended with 3: no such option")
+    monkeypatch.setenv("CC", "")
+    with pytest.raises(Unsupported, match=r"no C compiler .*: install one, e.g. apt install gcc"):
+        host_compiler.shared_library(cpu.SOURCE, {})
+
+
+@needs_compiler
+def test_a_library_is_kept_and_one_that_rounds_otherwise_or_is_damaged_is_not_used(
+    empty_cache: Path, failing_compiler: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By the next compiler, where the first one fails."""
+    order = adamw.torch_order()
+    other = adamw.Order(order.width, (not order.lerp[0], order.lerp[1]), order.square)
+    monkeypatch.setattr(cpu, "torch_order", lambda: other)
+    native, why = LIBRARY()
+    assert native is None and "rounds as torch does not" in why
+    (wrong,) = (empty_cache / "vblackwell" / "host").iterdir()
+    monkeypatch.setattr(cpu, "torch_order", lambda: order)
+    assert LIBRARY()[0] is not None
+    (kept,) = set((empty_cache / "vblackwell" / "host").iterdir()) - {wrong}
+    kept.write_bytes(b"no library")
+    assert LIBRARY()[0] is not None
+    made = kept.stat()
+    assert made.st_size > 1000 and LIBRARY()[0] is not None
+    assert kept.stat().st_mtime_ns == made.st_mtime_ns and len(list(kept.parent.iterdir())) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("home", ["/proc/nowhere", pytest.param("/dev/null", marks=pytest.mark.slow)])
+def test_a_cache_that_cannot_be_kept_is_no_error(home: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    assert LIBRARY()[0] is not None
