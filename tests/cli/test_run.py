@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -165,28 +166,28 @@ def test_a_resumed_run_says_what_may_change_its_last_bits(place):
     assert "CPU threads" not in line
 
 
-def test_bf16_fp16_and_accumulation(place):
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+def test_half_precision_and_accumulation(precision, place):
     """Each compute type learns; fp16 needs its scaler, whose scale is in the checkpoint."""
-    for precision in ("bf16", "fp16"):
-        words = place.train_words(
-            *(*LEVELS, "--precision", precision, "--out", precision),
-            *("--accumulation-steps", "2", "--max-steps", "6", "--checkpoint-every", "3"),
-            *("--gradient-checkpointing", "--deterministic", "--use-flash-attn"),
-        )
-        output = place.vb(*words).stdout
-        assert (
-            f"{'bfloat16' if precision == 'bf16' else 'float16'} on cpu, attention: flash, as --use-flash-attn asks"
-            in output
-        )
-        losses = [line["loss"] for line in metrics_of(place.folder / precision)]
-        assert losses[-1] < losses[0] - 0.3
-        folder = place.folder / precision / "checkpoints/step-00000006"
-        scaler = json.loads((folder / "trainer.json").read_text())["state"]["scaler"]
-        assert (scaler is None) == (precision == "bf16")
-        weights = load_file(folder / "model.safetensors")
-        assert all(weight.dtype == torch.float32 for weight in weights.values())
-        # Masters, not widened compute weights: some bits lie below the compute type's.
-        assert any(not torch.equal(w, w.to(torch.bfloat16).float()) for w in weights.values())
+    words = place.train_words(
+        *(*LEVELS, "--precision", precision, "--out", precision),
+        *("--accumulation-steps", "2", "--max-steps", "6", "--checkpoint-every", "3"),
+        *("--gradient-checkpointing", "--deterministic", "--use-flash-attn"),
+    )
+    output = place.vb(*words).stdout
+    assert (
+        f"{'bfloat16' if precision == 'bf16' else 'float16'} on cpu, attention: flash, as --use-flash-attn asks"
+        in output
+    )
+    losses = [line["loss"] for line in metrics_of(place.folder / precision)]
+    assert losses[-1] < losses[0] - 0.3
+    folder = place.folder / precision / "checkpoints/step-00000006"
+    scaler = json.loads((folder / "trainer.json").read_text())["state"]["scaler"]
+    assert (scaler is None) == (precision == "bf16")
+    weights = load_file(folder / "model.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    # Masters, not widened compute weights: some bits lie below the compute type's.
+    assert any(not torch.equal(w, w.to(torch.bfloat16).float()) for w in weights.values())
 
 
 def test_fp4_weights_in_the_forward(finished, place):

@@ -34,46 +34,49 @@ WGMMA = [
 
 ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 840),  # warpgroups of which one has a window less
-    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
     (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
-    (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     # Pairs of windows: 14 and 15, of which one group has a half; 5, the first group's second one a half; a half alone;
     # fewer than groups.
     (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, windows_per_step=2), 50, 70, 1800),
     (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, windows_per_step=2), 20, 130, 264),
     (WgmmaPlan(32, 2, 1, 4, 4, windows_per_step=2), 33, 200, 60),
     (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, windows_per_step=2), 9, 40, 520),
-    (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     # The shape of a plan that a rule takes; all of x at once; fewer windows than a round; one stage that comes round.
     (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), 11, 33, 4160),
     (MmaPlan(4, 3, 4, 2, 4, chunk=32, x_stages=1), 3, 70, 4032),
-    (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),
     (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),
     # Tokens that are no power of two, also in halves of an odd number of eights.
     (WgmmaPlan(48, 1, 1, 4, 2, k_groups=2), 45, 70, 520),
     (WgmmaPlan(208, 1, 1, 4, 2, k_groups=2), 200, 40, 264),
     (WgmmaPlan(80, 1, 2, 4, 2), 130, 40, 264),
-    (WgmmaPlan(96, 1, 2, 4, 2, k_groups=2), 90, 40, 520),
     # Blocks that split K and meet in global memory: shares that end before K does, and one that begins after it.
     (MmaPlan(64, 1, 2, 1, 2, x_bytes=32768), 70, 40, 520),
-    (MmaPlan(16, 2, 2, 1, 2, x_bytes=8192, k_blocks=3), 40, 70, 1600),
     (MmaPlan(4, 1, 4, 1, 2, k_blocks=4), 6, 40, 840),
-    (MmaPlan(64, 1, 2, 1, 1, x_bytes=32768, k_blocks=2), 50, 33, 700),
     (MmaPlan(32, 4, 4, 1, 2, x_bytes=32768, k_blocks=2), 40, 130, 1104),  # 16 warps
     # Rows that begin at any half: at every other one, or all at words; in chunks, too.
     (MmaPlan(4, 1, 4, 1, 2), 3, 40, 519),
     (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1003),
-    (MmaPlan(8, 1, 2, 1, 2), 5, 33, 262),
     (WgmmaPlan(32, 1, 1, 4, 2), 20, 40, 333),
-    (WgmmaPlan(48, 1, 2, 6, 2), 45, 70, 402),
     # Four blocks that share tokens by an odd number of eights.
     (WgmmaPlan(96, 1, 4, 8, 2, k_groups=4), 90, 40, 1032),
+]
+LIKE_OTHERS = [  # of ONE_TYPE in another size
+    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
+    (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
+    (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
+    (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),
+    (WgmmaPlan(96, 1, 2, 4, 2, k_groups=2), 90, 40, 520),
+    (MmaPlan(16, 2, 2, 1, 2, x_bytes=8192, k_blocks=3), 40, 70, 1600),
+    (MmaPlan(64, 1, 2, 1, 1, x_bytes=32768, k_blocks=2), 50, 33, 700),
+    (MmaPlan(8, 1, 2, 1, 2), 5, 33, 262),
+    (WgmmaPlan(48, 1, 2, 6, 2), 45, 70, 402),
 ]
 # Each in one type, in turns; in the other one with what is slow.
 CASES = [pytest.param(*case, HALVES[place % 2]) for place, case in enumerate(MMA + WGMMA)]
 CASES += [pytest.param(*case, HALVES[1 - place % 2], marks=pytest.mark.slow) for place, case in enumerate(MMA + WGMMA)]
 CASES += [pytest.param(*case, torch.bfloat16) for case in ONE_TYPE]
+CASES += [pytest.param(*case, torch.bfloat16, marks=pytest.mark.slow) for case in LIKE_OTHERS]
 
 
 @pytest.mark.parametrize(("plan", "m", "n", "k", "dtype"), CASES, ids=str)
@@ -99,7 +102,7 @@ LOW = WgmmaPlan(256, 1, 1, 6, k_groups=2)
 @pytest.mark.parametrize(
     ("m", "n", "processors", "tail", "parts"),
     [
-        (60, 330, 2, LOW, [(0, 2), (4, 2)]),
+        pytest.param(60, 330, 2, LOW, [(0, 2), (4, 2)], marks=pytest.mark.slow),
         (260, 300, 5, LOW, [(0, 2), (4, 1)]),
         (60, 330, 2, WgmmaPlan(48, 2, 1, 4), [(0, 2), (2, 1)]),
         (60, 330, 2, WgmmaPlan(64, 2, 4, 3), [(0, 2), (2, 1)]),

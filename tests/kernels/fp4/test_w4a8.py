@@ -115,16 +115,15 @@ CONSUMERS, COPIER, PRODUCERS = range(8), range(8, 9), range(9, 16)
 # many steps.
 @pytest.mark.parametrize(
     ("head_steps", "m", "n", "k", "clusters"),
-    [pytest.param(1, 20, 336, 16, 1, marks=pytest.mark.slow), (1, 150, 112, 272, 2), (8, 3, 48, 5136, 1)],
+    [pytest.param(1, 20, 336, 16, 1, marks=pytest.mark.slow), (1, 150, 112, 272, 2), (8, 3, 48, 4240, 1)],
 )
 def test_any_order_gives_the_same_bits(head_steps, m, n, k, clusters):
     plan, tiled, x_MK = W4A8Plan(64, 2, head_steps, head_rows=128), weight_of(n, k), rows_of(m, k, BF16)
     first = emulation.run_w4a8(plan, x_MK, tiled, None, "none", n, clusters)
     assert_right(first, x_MK, tiled, None, "none", n)
-    for _ in range(2):
-        for lagging in (CONSUMERS, COPIER, PRODUCERS):
-            again = emulation.run_w4a8(plan, x_MK, tiled, None, "none", n, clusters, lagging)
-            assert torch.equal(again, first), lagging
+    for lagging in (CONSUMERS, COPIER, PRODUCERS):
+        again = emulation.run_w4a8(plan, x_MK, tiled, None, "none", n, clusters, lagging)
+        assert torch.equal(again, first), lagging
 
 
 @pytest.mark.parametrize(
