@@ -67,8 +67,8 @@ def test_a_wrong_folder_never_writes(folder, refused):
     refused(words, str(config), "hidden_size", "wide")
     change(model_type="lama")
     refused(words, str(config), "'lama'")
-    change(num_hidden_layers=7, layer_types=None)  # transformers alone would draw the seventh at random, and write
-    refused(words, str(folder), "lacks model.layers.6.", "model.safetensors")
+    change(num_hidden_layers=5, layer_types=None)  # transformers alone would draw the fifth at random, and write
+    refused(words, str(folder), "lacks model.layers.4.", "model.safetensors")
     change(vocab_size=260)
     refused(words, "lm_head.weight (259, 32) in model.safetensors", "instead of (260, 32)")
     config.write_text(good)

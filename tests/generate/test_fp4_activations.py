@@ -36,7 +36,7 @@ def rounded(monkeypatch) -> list[int]:
 def folder(tokenizer, tmp_path_factory) -> Path:  # noqa: F811
     """Of sizes that are multiples of 32."""
     folder = tmp_path_factory.mktemp("fp4") / "model"
-    saved_model(folder, "llama", vocab_size=259, intermediate_size=64)
+    saved_model(folder, "llama", vocab_size=259, intermediate_size=64, num_hidden_layers=2)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
 

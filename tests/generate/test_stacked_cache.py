@@ -140,7 +140,7 @@ def test_levels_without_room_are_named(model, make_stack):  # noqa: F811
 
 def test_only_plain_attention_has_such_a_cache():
     shape = cache_shape(CONFIGS["qwen3"](), 3, 10, torch.bfloat16)
-    assert shape == CacheShape(6, 3, 2, 10, 8, torch.bfloat16) and shape.num_bytes == 2 * 6 * 2 * 8 * 2 * 3 * 10
+    assert shape == CacheShape(4, 3, 2, 10, 8, torch.bfloat16) and shape.num_bytes == 2 * 4 * 2 * 8 * 2 * 3 * 10
     assert cache_shape(CONFIGS["gpt2"](), 1, 1, torch.float32) is not None
     window = transformers.MistralConfig(sliding_window=4, num_hidden_layers=2)
     assert cache_shape(window, 1, 1, torch.float32) is None

@@ -148,7 +148,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
 
 def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
     config = json.loads((folder_of("qwen3") / "config.json").read_text())
-    assert cache_bytes(config, rows=3, tokens=10, dtype=torch.float32) == 2 * 6 * 2 * 8 * 4 * 3 * 10
+    assert cache_bytes(config, rows=3, tokens=10, dtype=torch.float32) == 2 * 4 * 2 * 8 * 4 * 3 * 10
     folder = folder_of("gpt2")
     path = folder / "config.json"
     good = path.read_text()

@@ -87,7 +87,7 @@ def test_without_room_nothing_is_kept(fails, folder_of, make_stack, monkeypatch)
     stack = make_stack(1 << 20)
     model, cache, ids, whole = opened(folder_of("llama"), stack, 1)
     engine = offload_of(model)
-    engine.weights.rebudget(5 * max(group.num_bytes for group in engine.groups))
+    engine.weights.rebudget(4 * max(group.num_bytes for group in engine.groups))
     engine.weights.drop_all()
     used, calls = stack.levels[0].used_bytes, []
     owner = {"take": engine.storage, "load": engine.weights, "_bring": StreamedStep}[fails]

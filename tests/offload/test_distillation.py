@@ -47,7 +47,7 @@ def weight_bytes(model) -> int:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_distilling_is_what_it_is_in_plain_torch(in_backward, written, make_stack):  # noqa: F811
-    folder = written("llama")
+    folder = written("llama", num_hidden_layers=6)
     teacher, plain = AutoModelForCausalLM.from_pretrained(folder).eval(), small_student()
     optimizer = torch.optim.AdamW(plain.parameters(), fused=True, **RATES)
     expected, norms = [], []

@@ -15,7 +15,7 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 
 SHAPE = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 ENDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -26,12 +26,12 @@ CONFIGS = {
     "mistral": lambda **more: transformers.MistralConfig(**SHAPE | more, sliding_window=8),
     "mixtral": lambda **more: transformers.MixtralConfig(**SHAPE | more, num_local_experts=4),
     "gpt2": lambda **more: transformers.GPT2Config(
-        **ENDS | {"num_hidden_layers": 6} | more, n_embd=32, n_head=4, n_positions=64
+        **ENDS | {"num_hidden_layers": 4} | more, n_embd=32, n_head=4, n_positions=64
     ),
     "gemma": lambda **more: transformers.GemmaConfig(**SHAPE | more, head_dim=8),
     "phi": lambda **more: transformers.PhiConfig(**SHAPE | more),
     "opt": lambda **more: transformers.OPTConfig(
-        **ENDS | {"num_hidden_layers": 6} | more,
+        **ENDS | {"num_hidden_layers": 4} | more,
         hidden_size=32,
         ffn_dim=48,
         num_attention_heads=4,

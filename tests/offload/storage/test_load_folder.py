@@ -295,15 +295,15 @@ def test_settings_for_writing_come_along(written):  # noqa: F811
 
 def test_a_config_of_another_size_names_what_differs(written, make_stack):  # noqa: F811
     folder = written("llama")
-    edit_json(folder / "config.json", num_hidden_layers=7, vocab_size=100)
+    edit_json(folder / "config.json", num_hidden_layers=5, vocab_size=100)
     stack = make_stack(ROOM)
     with pytest.raises(FolderMismatch) as caught:
         load_causal_lm(folder, stack)
     lacks, otherwise = str(caught.value).split("; it has otherwise ")
     assert "model.embed_tokens.weight (" in otherwise and "lm_head.weight (" in otherwise
-    assert lacks.count("layers.6.") == 5 and lacks.endswith(" and 4 more")
+    assert lacks.count("layers.4.") == 5 and lacks.endswith(" and 4 more")
     assert all(level["used_bytes"] == 0 for level in stack.get_stats()["levels"])
-    edit_json(folder / "config.json", num_hidden_layers=6, vocab_size=96)
+    edit_json(folder / "config.json", num_hidden_layers=4, vocab_size=96)
     load_causal_lm(folder, stack)  # the stack is as it was
 
 
