@@ -64,3 +64,16 @@ def test_a_library_is_kept_and_one_that_rounds_otherwise_or_is_damaged_is_not_us
 def test_a_cache_that_cannot_be_kept_is_no_error(home: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert LIBRARY()[0] is not None
+
+
+@needs_compiler
+def test_a_library_that_is_cut_or_zeroed_is_not_loaded(empty_cache: Path):
+    """The system's loader would end the process."""
+    assert LIBRARY()[0] is not None
+    (kept,) = (empty_cache / "vblackwell" / "host").iterdir()
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:4096] + bytes(len(whole) - 4096)):
+        kept.unlink()  # what is loaded has the file
+        kept.write_bytes(damaged)
+        assert LIBRARY()[0] is not None
+        assert kept.read_bytes() != damaged and host_compiler._is_whole(kept)
