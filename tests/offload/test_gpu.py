@@ -261,7 +261,7 @@ def test_stress_with_delays_everywhere(
             set_transfer_delay(delay if delayed else None)
             set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if delayed else None)
             try:
-                steps = 15 if max_norm == 1e-2 else 100 if update == "device" or more else 30
+                steps = 15 if max_norm == 1e-2 else 60 if update == "device" or more else 30
                 runs.append(train(model, steps, True, accumulation, max_norm, undo=not more))
             finally:
                 set_transfer_delay(None)
