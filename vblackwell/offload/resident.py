@@ -53,7 +53,11 @@ def uncached_forward(model: nn.Module) -> list[Any]:
 
 
 class Resident:
-    """A model that is wholly on level 0. Made by `enable_vgpu_stack_optimization`."""
+    """A model that is wholly on level 0. Made by `enable_vgpu_stack_optimization`.
+
+    What is written into a narrow parameter (`load_state_dict`, `nn.init`, an in-place operation) is its master's value
+    from then on, for all of the parameter; but not what goes through ``.data``, which torch does not count.
+    """
 
     placement = "resident"
     updates_on_host = False
@@ -90,7 +94,7 @@ class Resident:
             start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
             storage = view.untyped_storage()[start : start + num_bytes]
             slot.param.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-            vars(slot.param).update(_vb_resident=self, _vb_place=place)
+            vars(slot.param).update(_vb_resident=self, _vb_place=place, _vb_version=slot.param._version)
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
@@ -160,7 +164,7 @@ class Resident:
                 plain = {"step": state["step"], **masters.read_moments(slot, state)}
                 state.clear()
                 state.update({key: value.to(device) for key, value in plain.items()})
-            del vars(param)["_vb_resident"]
+            del vars(param)["_vb_resident"], vars(param)["_vb_version"]
             gradient, param.grad = param.grad, None
             param.data = truth.to(device, copy=True)
             param.grad_dtype = param.dtype
@@ -212,7 +216,10 @@ def plain_norm(param: Tensor) -> Tensor:
 def truth_of(param: Tensor) -> Tensor:
     """The fp32 truth of a resident parameter, ``param`` itself where there is none; may alias it."""
     place = _place_of(param)
-    return param.detach() if place is None else masters.read_truth(*place)
+    if place is None:
+        return param.detach()
+    _take_written(param, *place)
+    return masters.read_truth(*place)
 
 
 def plain_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -244,6 +251,17 @@ def write_state(param: Tensor, held: dict[str, Tensor], state: dict[str, Tensor]
         held[kind].copy_(state[kind])
 
 
+def _take_written(param: Tensor, slot: Slot, opened: Opened) -> None:
+    """Let the master be what somebody wrote into ``param`` since it was placed or this was asked; our updates write
+    where it lies and do not count.
+    """
+    known = vars(param)
+    if param._version != known["_vb_version"]:
+        known["_vb_version"] = param._version
+        if has_truth(param):
+            masters.write_truth(slot, param.detach().clone(), opened)
+
+
 @torch.no_grad()
 def write_param(param: Tensor, source: Tensor) -> None:
     """Make ``source`` the value of a plain or resident parameter, and of its master."""
@@ -251,6 +269,7 @@ def write_param(param: Tensor, source: Tensor) -> None:
     if place is None:
         param.copy_(source)
     else:
+        vars(param)["_vb_version"] = param._version
         masters.write_truth(place[0], source, place[1])
 
 
@@ -261,6 +280,7 @@ def update_resident(
     place = _place_of(param)
     assert place is not None
     slot, opened = place
+    _take_written(param, slot, opened)
     state["step"].add_(1)
     moments = {kind: in_memory_order(state[kind]) for kind in slot.group.formats.moments}
     flat = in_memory_order(gradient)
