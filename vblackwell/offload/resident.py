@@ -55,8 +55,10 @@ def uncached_forward(model: nn.Module) -> list[Any]:
 class Resident:
     """A model that is wholly on level 0. Made by `enable_vgpu_stack_optimization`.
 
-    What is written into a narrow parameter (`load_state_dict`, `nn.init`, an in-place operation) is its master's value
-    from then on, for all of the parameter; but not what goes through ``.data``, which torch does not count.
+    What is written in place to a parameter that has an fp32 master (`load_state_dict`, `nn.init`) is its master from
+    then on, as in a streamed model: torch's version counter tells. Writes through ``.data`` or numpy, and those to
+    parameters that were made or moved here in `torch.inference_mode`, escape that counter: the master stays, and the
+    next update or `release` brings its value back.
     """
 
     placement = "resident"
@@ -94,7 +96,8 @@ class Resident:
             start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
             storage = view.untyped_storage()[start : start + num_bytes]
             slot.param.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-            vars(slot.param).update(_vb_resident=self, _vb_place=place, _vb_version=slot.param._version)
+            vars(slot.param).update(_vb_resident=self, _vb_place=place)
+            _mark_agreed(slot.param)
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
@@ -183,6 +186,31 @@ def _place_of(param: Tensor) -> tuple[Slot, Opened] | None:
     return param.__dict__.get("_vb_place")
 
 
+def _version_of(param: Tensor) -> int | None:
+    """How often ``param`` was written to in place; None if it was made in `torch.inference_mode`, which counts none."""
+    try:
+        return param._version
+    except RuntimeError:
+        return None
+
+
+def _mark_agreed(param: Tensor) -> None:
+    """The weight is now the rounded master. Our updates keep it so, and torch does not count them: they write to the
+    group's range, not to ``param``.
+    """
+    vars(param)["_vb_version"] = _version_of(param)
+
+
+def _agreed_place_of(param: Tensor) -> tuple[Slot, Opened] | None:
+    """`_place_of`, after the master has become what was written to the weight in place since they last agreed."""
+    place = _place_of(param)
+    if place is not None and _version_of(param) != vars(param)["_vb_version"]:
+        slot, opened = place
+        masters.write_truth(slot, slot.view(opened["weight"]), opened)
+        _mark_agreed(param)
+    return place
+
+
 def has_truth(param: Tensor) -> bool:
     """Whether ``param`` is resident and narrower than the fp32 in which it is updated."""
     place = _place_of(param)
@@ -215,11 +243,8 @@ def plain_norm(param: Tensor) -> Tensor:
 
 def truth_of(param: Tensor) -> Tensor:
     """The fp32 truth of a resident parameter, ``param`` itself where there is none; may alias it."""
-    place = _place_of(param)
-    if place is None:
-        return param.detach()
-    _take_written(param, *place)
-    return masters.read_truth(*place)
+    place = _agreed_place_of(param)
+    return param.detach() if place is None else masters.read_truth(*place)
 
 
 def plain_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -251,17 +276,6 @@ def write_state(param: Tensor, held: dict[str, Tensor], state: dict[str, Tensor]
         held[kind].copy_(state[kind])
 
 
-def _take_written(param: Tensor, slot: Slot, opened: Opened) -> None:
-    """Let the master be what somebody wrote into ``param`` since it was placed or this was asked; our updates write
-    where it lies and do not count.
-    """
-    known = vars(param)
-    if param._version != known["_vb_version"]:
-        known["_vb_version"] = param._version
-        if has_truth(param):
-            masters.write_truth(slot, param.detach().clone(), opened)
-
-
 @torch.no_grad()
 def write_param(param: Tensor, source: Tensor) -> None:
     """Make ``source`` the value of a plain or resident parameter, and of its master."""
@@ -269,18 +283,17 @@ def write_param(param: Tensor, source: Tensor) -> None:
     if place is None:
         param.copy_(source)
     else:
-        vars(param)["_vb_version"] = param._version
         masters.write_truth(place[0], source, place[1])
+        _mark_agreed(param)
 
 
 def update_resident(
     param: Tensor, gradient: Tensor, state: dict[str, Tensor], hyper: Hyper, factor: Tensor | None
 ) -> None:
     """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is times ``factor``."""
-    place = _place_of(param)
+    place = _agreed_place_of(param)
     assert place is not None
     slot, opened = place
-    _take_written(param, slot, opened)
     state["step"].add_(1)
     moments = {kind: in_memory_order(state[kind]) for kind in slot.group.formats.moments}
     flat = in_memory_order(gradient)

@@ -17,7 +17,7 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, r
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.state import export_state
+from vblackwell.offload.state import export_state, import_state
 from vblackwell.offload.storage.masters import round_from_fp32
 
 MLP, DECODER, GPT2, T5, VIT = CASES
@@ -108,6 +108,47 @@ def test_masters_are_the_truth(dtype: torch.dtype, where: str, make_stack: MakeS
         )
     release(model)
     assert all(torch.equal(param, masters[name]) for name, param in model.named_parameters())
+
+
+def write(model: nn.Module, how: str, value: float) -> None:
+    if how == "load_state_dict":
+        model.load_state_dict({name: torch.full_like(old, value) for name, old in model.state_dict().items()})
+    for param in model.parameters():
+        if how == "init":
+            nn.init.constant_(param, value)
+        elif how == "fill_":
+            with torch.no_grad():
+                param.fill_(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # a split master, a whole one
+@pytest.mark.parametrize("how", ["load_state_dict", "init", "fill_"])
+def test_what_is_written_in_place_is_the_master(dtype: torch.dtype, how: str, make_stack: MakeStack):
+    ended = {}
+    for placement, level0 in (("resident", 1 << 20), ("streamed", 96 << 10)):
+        model = build(MLP)
+        enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement, compute_dtype=dtype)
+        optimizer = VGPUAdamW(model.parameters(), lr=3e-3)
+        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()  # the masters now have low bits that the weights lack
+        optimizer.zero_grad()
+        write(model, how, 0.25)  # all of whose bits any of the types holds
+        assert all(bool((state["weight"] == 0.25).all()) for _, state in export_state(model, optimizer))
+        write(model, how, 1 / 64)  # sums of 0.25 would leave fp16
+        for _ in range(2):  # the second keeps what the first gave the master
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        written = {name: state["weight"] for name, state in export_state(model, optimizer)}
+        write(model, how, 0.25)
+        import_state(model, optimizer, lambda name, written=written: {"weight": written[name]})  # the later one counts
+        release(model)
+        assert all(torch.equal(param, written[name]) for name, param in model.named_parameters())
+        ended[placement] = written
+    low_bits = torch.cat([weight.flatten() for weight in ended["resident"].values()])
+    assert bool(low_bits.isfinite().all()) and not torch.equal(low_bits, low_bits.to(dtype).float())
+    assert all(torch.equal(weight, ended["streamed"][name]) for name, weight in ended["resident"].items())
 
 
 def test_micro_batches_sum_in_fp32(make_stack: MakeStack):

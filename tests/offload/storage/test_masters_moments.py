@@ -207,30 +207,3 @@ def test_moments_from_elsewhere_are_rounded_to_nearest(values: list[float]):
         assert ((got - true).abs() <= slack)[kept].all()
     positive = (v.sqrt() > 0) & (root == 0)
     assert not positive[v.sqrt() >= 2.0**-99].any()
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_what_is_written_into_a_parameter_is_its_master_s_value(dtype: torch.dtype, make_stack: MakeStack):
-    """By an in-place operation, nn.init or load_state_dict, between steps and before a release: as in a streamed one,
-    and not only until the next update reads the master.
-    """
-
-    def written(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-        model = place(Odd(), Form("fp32", "exact", dtype), where, make_stack)
-        optimizer = optimizer_of(model, max_grad_norm=None)
-        losses = train(model, optimizer, range(2))
-        first, second, *_ = params = list(model.parameters())
-        with torch.no_grad():
-            first.mul_(0.5)
-        nn.init.constant_(second, 0.0625)
-        losses += train(model, optimizer, range(2, 4))
-        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
-        losses += train(model, optimizer, range(4, 5))
-        torch.nn.init.constant_(params[-1], 1.0)
-        release(model)
-        assert params[-1].dtype == torch.float32 and bool((params[-1] == 1).all())
-        return losses, model.state_dict()
-
-    (losses, found), (expected_losses, expected) = written("resident"), written("tight")
-    assert losses == expected_losses
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
