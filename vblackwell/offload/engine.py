@@ -486,7 +486,7 @@ class Offload:
             self.step_control.source.let_go(self, device)
         for slot in self.slots():
             values = masters.read_truth(slot, masters.open_weights(self.storage, slot.group)).to(device, copy=True)
-            gradient = self.gradients.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
+            gradient = self.gradients.read(slot, values.dtype).to(device) if self.gradients.has(slot) else None
             make_plain(slot.param, slot.plain_class, values)
             slot.param.grad = gradient
 

@@ -310,8 +310,9 @@ class StepControl(Mover):
         return self.gradients.norm(slot)
 
     def read_gradient(self, slot: Slot) -> Tensor:
+        """A copy in the compute type, which is that of ``p.grad`` while offloaded."""
         self._arrive()
-        return self._worker.submit(self.gradients.read, slot, group=slot.group.index).result()
+        return self._worker.submit(self.gradients.read, slot, slot.dtype, group=slot.group.index).result()
 
     def scale_gradients(self, slots: Iterable[Slot], factor: Tensor) -> None:
         """Multiply gradients by a scalar; updates that were made with the gradients as they were are rolled back."""

@@ -177,6 +177,23 @@ def test_micro_batches_sum_in_fp32(make_stack: MakeStack):
     assert optimizer.grad_norm == torch.linalg.vector_norm(norms).item()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_release_keeps_the_fp32_sum_of_micro_batches(dtype: torch.dtype, make_stack: MakeStack):
+    released = {}
+    for placement, level0 in (("resident", 1 << 20), ("streamed", 96 << 10)):
+        model = build(MLP)
+        enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement, compute_dtype=dtype)
+        for micro in range(2):
+            x = torch.randn(16, 48, generator=torch.Generator().manual_seed(micro)).to(dtype)
+            model(x).float().square().mean().backward()
+        release(model)
+        released[placement] = {name: param.grad for name, param in model.named_parameters()}
+        assert all(param.grad.dtype == param.dtype == torch.float32 for param in model.parameters())
+    sums = torch.cat([gradient.flatten() for gradient in released["resident"].values()])
+    assert not torch.equal(sums, sums.to(dtype).float())
+    assert all(torch.equal(gradient, released["streamed"][name]) for name, gradient in released["resident"].items())
+
+
 class TwoLinears(nn.Module):
     """One layer group, of which a call may use a part."""
 

@@ -440,10 +440,10 @@ class GradientCollector(Mover):
             for slot in missing:
                 held.norms[slot] = self._norm(flat_of(slot, flat, held.kind))
 
-    def read(self, slot: Slot) -> Tensor:
-        """A copy of ``slot``'s gradient in its compute type."""
+    def read(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """A copy of ``slot``'s gradient in ``dtype``; a sum of several is fp32."""
         kind = self._state(slot.group).kind
-        return _shaped(slot, self._storage.open(slot.group, kind), kind).to(slot.dtype, copy=True)
+        return _shaped(slot, self._storage.open(slot.group, kind), kind).to(dtype, copy=True)
 
     def _norm(self, values: Tensor) -> Tensor:
         """The 2-norm of a flat gradient: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
