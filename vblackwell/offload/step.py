@@ -364,10 +364,14 @@ class StepControl(Mover):
         if factor is not None:
             self.roll_back()
         asked = [self.jobs(group, wanted) for group in self._groups]
-        for group, jobs in zip(self._groups, asked, strict=True):
-            early, at_once = self._states[group].early, self.level0 is None or self.level0.at_once
-            now = at_once or self._places[group] is self.host_updates
-            if jobs and now and (early is None or early.jobs != jobs) and self.weights.is_pinned(group):
+        pairs = list(zip(self._groups, asked, strict=True))
+        other = [group for group, jobs in pairs if (early := self._states[group].early) and early.jobs != jobs]
+        if other:  # none would be all of them
+            self.roll_back(*other)
+        at_once = self.level0 is None or self.level0.at_once
+        for group, jobs in pairs:
+            late = jobs and self._states[group].early is None
+            if late and (at_once or self._places[group] is self.host_updates) and self.weights.is_pinned(group):
                 self.weights.refuse_in_use(group)
         return asked
 
@@ -384,14 +388,11 @@ class StepControl(Mover):
     def _commit(self, asked: list[list[Job]], factor: Tensor | None) -> None:
         for group, jobs in zip(self._groups, asked, strict=True):
             early = self._states[group].early
-            if early is not None and early.jobs == jobs:
-                with defer_sigint():
-                    self._keep(group)
-                    if early.shadows is not None:
-                        self._places[group].commit(group, early.shadows)
-                continue
-            self.roll_back(group)
-            if jobs:
+            if early is not None:
+                self._keep(group)
+                if early.shadows is not None:
+                    self._places[group].commit(group, early.shadows)
+            elif jobs:
                 self._places[group].update(group, jobs, factor)
                 if factor is not None:
                     self._unscaled[group] = [job.slot for job in jobs], factor

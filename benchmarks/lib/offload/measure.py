@@ -183,6 +183,8 @@ def train(run: Run) -> Result:
     ended = run.drain()
     while waiting:
         read_oldest()
+    if first != warmup:
+        result.notes.append(f"warmed up for {first} steps, {WARM_SECONDS:.0f} s")
     _fill_rates(result, clock.intervals(), ended - begun)
     for name, (num_bytes, seconds) in links_of(system).items():
         before = links.get(name, (0, 0.0))
