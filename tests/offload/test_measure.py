@@ -27,7 +27,6 @@ from vblackwell.offload.measure import (
     rates_together,
     update_elements,
 )
-from vblackwell.offload.movement.update_loop import MIN_PART
 from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
@@ -151,19 +150,19 @@ def test_samples_of_a_host_that_is_disturbed_do_not_count(monkeypatch):
 def test_updates_run_during_a_block_and_end_with_it(monkeypatch):
     update = HostUpdate(1 << 16)
     before, updates = set(threading.enumerate()), []
-    monkeypatch.setattr(measuring.Loop, "run", lambda loop: updates.append(loop))
+    monkeypatch.setattr(measuring.cpu, "update", updates.append)
     with measuring.updating(update):
         assert updates, "the first is over when the block begins"
         assert "measured-updates_0" in [thread.name for thread in threading.enumerate()]
     assert set(threading.enumerate()) <= before
 
-    def failing(loop: object) -> None:
+    def failing(made: object) -> None:
         if updates:
             raise ValueError("no second update")
-        updates.append(loop)
+        updates.append(made)
 
     updates.clear()
-    monkeypatch.setattr(measuring.Loop, "run", failing)
+    monkeypatch.setattr(measuring.cpu, "update", failing)
     with pytest.raises(ValueError, match="no second update"), measuring.updating(update):
         pass
 
@@ -209,14 +208,11 @@ def test_the_median_of_all_samples_counts():
     assert median_sample([(52e9, 1.9e9), (50e9, 2e8), (45e9, 2.2e9)]) == (52e9, 1.9e9)
 
 
-def test_every_thread_has_as_many_full_parts(monkeypatch: pytest.MonkeyPatch):
+def test_less_is_measured_where_ram_is_short(monkeypatch: pytest.MonkeyPatch):
     free = SimpleNamespace(available_bytes=1 << 40)
     monkeypatch.setattr(measuring, "memory_facts", lambda: free)
-    for threads in (1, 2, 3, 13, 40, 125):
-        monkeypatch.setattr(measuring, "update_threads", lambda threads=threads: threads)
-        count = update_elements()
-        assert count % (threads * MIN_PART) == 0 and CPU_ELEMENTS <= count < CPU_ELEMENTS + threads * MIN_PART
-    free.available_bytes = 8 << 30  # 125 threads' parts would take a fifth of it
+    assert update_elements() == CPU_ELEMENTS
+    free.available_bytes = 8 << 30  # all of it would take a fifth
     assert update_elements() == FEW_ELEMENTS
 
 

@@ -21,7 +21,7 @@ import torch
 from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.kernels.optimizer import cpu
 from vblackwell.kernels.optimizer.adamw import AdamWStep
-from vblackwell.kernels.optimizer.cpu import States, Sum, Update
+from vblackwell.kernels.optimizer.cpu import States, Sum, Update, update_threads
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
 from vblackwell.machine.rates import Rates, keep_together, kept_together
 from vblackwell.memory.cache.stack import create_vgpu_stack
@@ -31,7 +31,6 @@ from vblackwell.memory.level import Transfer
 from vblackwell.offload.engine import stream
 from vblackwell.offload.layout.lanes import CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.offload.movement.update_loop import MIN_PART, Loop, Stretch, make_updates, update_threads
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.storage.initialize import ModelSource
 from vblackwell.trace.work import LOOP
@@ -322,10 +321,8 @@ def _finish(device: torch.device) -> Action:
 
 
 def update_elements() -> int:
-    """Of a measured update: several full parts for each thread, as in a run, while RAM is not short."""
-    each_once = update_threads() * MIN_PART
-    wanted = each_once * -(-CPU_ELEMENTS // each_once)
-    return wanted if wanted * MEASURED_BYTES <= memory_facts().available_bytes // 16 else FEW_ELEMENTS
+    """Of a measured update."""
+    return CPU_ELEMENTS if memory_facts().available_bytes // 16 >= CPU_ELEMENTS * MEASURED_BYTES else FEW_ELEMENTS
 
 
 class HostUpdate:
@@ -341,27 +338,21 @@ class HostUpdate:
         types = (torch.bfloat16, torch.int16, torch.float32, torch.float32)
         both = [part.view(dtype) for part, dtype in zip(both, types * 2, strict=True)]
         self._old, self._new = States(*both[:4]), States(*both[4:])
-        self._gradient, self._loop = gradient.view(torch.bfloat16), Loop(make_updates)
+        self._gradient = gradient.view(torch.bfloat16)
         self._numbers = AdamWStep(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
 
     def __call__(self) -> None:
         self._old, self._new = self._new, self._old
-        self._loop.add(Stretch(Update(self._new, self._old, self._gradient, None, self._numbers)))
-        self._loop.run()
+        cpu.update([Update(self._new, self._old, self._gradient, None, self._numbers)])
 
 
 def adds_per_update(update: HostUpdate) -> float:
     """Gradients of a second micro-batch that the host adds up while ``update`` does one parameter: the median."""
-    sums, sizes = Loop(cpu.add_up), [4 * update.count, 2 * update.count, 2 * update.count]
+    sizes = [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
     work = Sum(total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16))
-
-    def add_up() -> None:
-        sums.add(work)
-        sums.run()
-
-    ratios = [_seconds(update) / _seconds(add_up) for _ in range(1 + ADD_TURNS)]
-    return statistics.median(ratios[1:])  # the first makes threads, and scratch
+    ratios = [_seconds(update) / _seconds(lambda: cpu.add_up([work])) for _ in range(1 + ADD_TURNS)]
+    return statistics.median(ratios[1:])  # the first compiles
 
 
 def duplex_rate(device: torch.device) -> float:
@@ -390,7 +381,7 @@ class TogetherSamples:
 
     def __init__(self, update: HostUpdate, device: torch.device) -> None:
         self._update, self._copies = update, _BothWays(device)
-        self._update()  # makes threads, and scratch
+        self._update()  # compiled, and memory's pages there
         alone = self._copies.rate_after(self._copies.queue(COPIES))
         self._count = max(COPIES, round(TOGETHER_SECONDS * alone / self._copies.num_bytes))
         self.samples: list[tuple[float, float]] = []  # bytes/s of the link each way, and parameters/s of AdamW

@@ -17,9 +17,9 @@ from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups, formats
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.gradients import gradient_norm
+from vblackwell.offload.movement.host_updates import update_master
 from vblackwell.offload.movement.lane import update_part
 from vblackwell.offload.movement.state import Hyper
-from vblackwell.offload.movement.update_loop import update_master
 from vblackwell.offload.parameters import SiteHook
 from vblackwell.offload.storage import masters
 from vblackwell.offload.storage.initialize import ModelSource, move_buffers

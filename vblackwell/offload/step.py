@@ -24,9 +24,9 @@ from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.layout.placement import StreamedPlacement, shadowed_groups
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.host_updates import HostUpdates
 from vblackwell.offload.movement.spare import SpareMemory
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
-from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
 from vblackwell.offload.storage.storage import spaces_of
 

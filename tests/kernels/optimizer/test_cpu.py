@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from hypothesis import strategies as st
 from vblackwell.kernels.optimizer import adamw, cpu
 from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.cpu import States, Sum, Update
+
+PART = 1 << 16  # elements that a thread takes at a time
+NUMBERS = AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 2)
 
 ODD_BITS = [
     0x7FFFFFFF,
@@ -168,10 +174,100 @@ def test_other_threads_run_meanwhile(way: str):
     assert counted > 1000
 
 
-def test_states_of_another_length_are_refused():
-    states = States(torch.zeros(5), None, torch.zeros(5), torch.zeros(5))
+def test_states_of_another_length_are_refused_before_anything_is_made():
+    states, good = (States(*torch.zeros(4, 5).unbind()[:1], None, *torch.zeros(2, 5).unbind()) for _ in range(2))
     with pytest.raises(ValueError, match=r"a gradient of 4 elements, and states of \[\(5,\), "):
-        cpu.update([Update(states, states, torch.zeros(4), None, AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1))])
+        updates = [Update(each, each, torch.ones(n), None, NUMBERS) for each, n in ((good, 5), (states, 4))]
+        cpu.update(updates)
+    assert not any(each.any() for each in (*good, *states) if each is not None)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("split", [False, True])
+def test_parts_have_the_bits_of_the_whole(threads: int, split: bool, monkeypatch: pytest.MonkeyPatch):
+    """Several parameters at once, of no, one and several parts: clipped to other memory, then in place; and sums."""
+    monkeypatch.setattr(cpu, "update_threads", lambda: threads)
+    generator, factor = torch.Generator().manual_seed(threads), torch.tensor(0.37)
+    olds = [states_of(n, generator, split=split) for n in (0, 5 * PART + 7, 100, PART, 2 * PART - 1, 3)]
+    news = [States(*(None if each is None else torch.full_like(each, 77) for each in old)) for old in olds]
+    gradients = [torch.randn(len(old.weight), generator=generator).to(torch.bfloat16) for old in olds]
+    expected = [stepped(old, each, NUMBERS, factor) for old, each in zip(olds, gradients, strict=True)]
+    three = list(zip(news, olds, gradients, strict=True))
+    cpu.update([Update(new, old, gradient, factor, NUMBERS) for new, old, gradient in three])
+    assert all(map(same, news, expected))
+    cpu.update([Update(new, new, gradient, None, NUMBERS) for new, _, gradient in three])
+    expected = [stepped(old, each, NUMBERS, None) for old, each in zip(expected, gradients, strict=True)]
+    assert all(map(same, news, expected))
+    totals = [torch.full((len(each),), torch.nan) for each in gradients]
+    cpu.add_up([Sum(total, each, each) for total, each in zip(totals, gradients, strict=True)])
+    assert all(torch.equal(total, 2 * each.float()) for total, each in zip(totals, gradients, strict=True))
+
+
+def test_threads_work_during_an_update_and_end_with_it(way: str, monkeypatch: pytest.MonkeyPatch):
+    if way == "torch":
+        return  # whose threads are torch's
+    monkeypatch.setattr(cpu, "update_threads", lambda: 5)
+    states = states_of(1 << 24, torch.Generator(), split=False)
+    update = Update(states, states, torch.ones(1 << 24), None, NUMBERS)
+
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before, most = count(), 0
+    thread = threading.Thread(target=cpu.update, args=([update],))
+    thread.start()
+    while thread.is_alive():
+        most = max(most, count())
+    thread.join()
+    assert most >= before + 3 and count() <= before  # another thread of the process may end meanwhile
+
+
+def test_some_cores_are_left_to_other_threads(monkeypatch: pytest.MonkeyPatch):
+    for cores, asked, expected in ((16, 16, 13), (16, 8, 8), (4, 4, 2), (2, 2, 2), (1, 1, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(torch, "get_num_threads", lambda asked=asked: asked)
+        assert cpu.update_threads.__wrapped__() == expected
+
+
+FORKED = """
+import os, signal, torch
+from vblackwell.offload.measure import HostUpdate
+torch.set_num_threads(2)
+HostUpdate(1 << 22)()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # OpenMP's threads do not live in a child
+    signal.alarm(250)  # a thread that is waited for in vain
+    HostUpdate(1 << 22)()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own(way: str, program: Callable[..., str]):
+    if way == "C":
+        program(FORKED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_need_no_new_memory(way: str, dtype: torch.dtype):
+    """torch makes all of a narrow addend fp32 first, a page fault every 4 KiB. Ours may fault where a thread is new
+    alone.
+
+    The copy has 36 MiB: from 32 on glibc takes memory from the system every time, below it may give again what was
+    freed.
+    """
+    if way == "torch":
+        return
+    length = 9 * (1 << 20) + 13
+    first, addend = (torch.randn(length).to(dtype) for _ in range(2))
+    total, faults = torch.empty(length), 0
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        cpu.add_up([Sum(total, first, addend)])
+        cpu.add_up([Sum(total, None, addend)])
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < 4 * length // 4096 // 4  # a quarter of one copy of one addend
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

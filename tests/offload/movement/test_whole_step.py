@@ -15,7 +15,7 @@ from tests.offload.models import CASES, build, equal
 from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement.device_updates import DeviceUpdates
-from vblackwell.offload.movement.update_loop import HostUpdates
+from vblackwell.offload.movement.host_updates import HostUpdates
 from vblackwell.offload.optimizer import VGPUAdamW
 
 MLP = CASES[0]

@@ -2,11 +2,16 @@
 //
 // Blocks of 1024 elements pass through buffers that stay in the first cache: gradients are widened, the new numbers are
 // computed by loops that a compiler vectorises, and written out. Where they go to other memory than they came from,
-// they go past the caches, which would first read what is overwritten.
+// they go past the caches, which would first read what is overwritten. Threads of a call's own take its parts one after
+// the other, and none needs the interpreter's lock: threads of Python that shared the parts out kept it from those that
+// launch a model's kernels (docs/journal/offload.md).
 //
 // Set by the compiler's caller: torch's order (adamw.py), LERP and SQUARE of its vector loop, TAIL_LERP and TAIL_SQUARE
 // of its scalar one. No product and sum becomes one operation unless it is written so (-ffp-contract=off).
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __SSE2__
@@ -15,7 +20,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define BUFFER __attribute__((aligned(64)))
-enum { BLOCK = 1024, BF16 = 0, FP32 = 1, FP16 = 2 };
+enum { BLOCK = 1024, PART = 1 << 16, BF16 = 0, FP32 = 1, FP16 = 2 };  // PART: elements a thread takes at a time
 
 typedef struct { float decay, weight1, beta2, weight2, root, eps, minus_step_size; } Numbers;
 
@@ -41,6 +46,8 @@ typedef struct {
     int32_t first_type, addend_type;
 } Sum;
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -120,7 +127,7 @@ INLINE void update_part(int move, int mean, const Update *u, int64_t start, int6
     const float factor = u->factor ? *u->factor : 1.0f;
     const int split = u->remainder != 0, elsewhere = u->weight != u->old_weight;
     for (int64_t at = start; at < stop; at += BLOCK) {
-        const int64_t n = stop - at < BLOCK ? stop - at : BLOCK;
+        const int64_t n = least(stop - at, BLOCK);
         widen(g, u->gradient, u->gradient_type, at, n);
         if (u->factor)
             for (int64_t i = 0; i < n; i++) g[i] *= factor;
@@ -144,32 +151,78 @@ INLINE void update_part(int move, int mean, const Update *u, int64_t start, int6
     }
 }
 
-void update(const Update *updates, int64_t number) {
-    for (const Update *u = updates; u < updates + number; u++) {
-        update_part(LERP, SQUARE, u, 0, u->tail_start);
-        update_part(TAIL_LERP, TAIL_SQUARE, u, u->tail_start, u->count);
+static void add_part(const Sum *s, int64_t start, int64_t stop) {
+    BUFFER float first[BLOCK], addend[BLOCK];
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        const int64_t n = least(stop - at, BLOCK);
+        if (s->first)
+            widen(first, s->first, s->first_type, at, n);
+        else
+            memcpy(first, s->total + at, 4 * n);
+        if (s->addend) {
+            widen(addend, s->addend, s->addend_type, at, n);
+            for (int64_t i = 0; i < n; i++) first[i] += addend[i];
+        }
+        put(s->total + at, first, 4 * n, s->first != 0);
+    }
+}
+
+// Updates, or sums.
+typedef struct {
+    const Update *updates;
+    const Sum *sums;
+    int64_t number;
+    atomic_llong taken;  // parts of all of them
+} Work;
+
+INLINE int64_t count_of(const Work *work, int64_t i) {
+    return work->updates ? work->updates[i].count : work->sums[i].count;
+}
+INLINE int64_t parts_of(int64_t count) { return (count + PART - 1) / PART; }
+
+static void *take_parts(void *given) {
+    Work *work = given;
+    int64_t i = 0, before = 0;  // parts of those ahead of i
+    for (;;) {
+        const int64_t part = atomic_fetch_add(&work->taken, 1);
+        while (i < work->number && part - before >= parts_of(count_of(work, i))) before += parts_of(count_of(work, i++));
+        if (i == work->number) break;
+        const int64_t start = (part - before) * PART, stop = least(start + PART, count_of(work, i));
+        if (work->updates) {
+            const Update *u = work->updates + i;
+            update_part(LERP, SQUARE, u, start, least(stop, u->tail_start));
+            update_part(TAIL_LERP, TAIL_SQUARE, u, most(start, u->tail_start), stop);
+        } else {
+            add_part(work->sums + i, start, stop);
+        }
     }
 #ifdef __SSE2__
     _mm_sfence();  // what went past the caches is there before this thread says that it is done
 #endif
+    return 0;
 }
 
-void add_up(const Sum *sums, int64_t number) {
-    BUFFER float first[BLOCK], addend[BLOCK];
-    for (const Sum *s = sums; s < sums + number; s++)
-        for (int64_t at = 0; at < s->count; at += BLOCK) {
-            const int64_t n = s->count - at < BLOCK ? s->count - at : BLOCK;
-            if (s->first)
-                widen(first, s->first, s->first_type, at, n);
-            else
-                memcpy(first, s->total + at, 4 * n);
-            if (s->addend) {
-                widen(addend, s->addend, s->addend_type, at, n);
-                for (int64_t i = 0; i < n; i++) first[i] += addend[i];
-            }
-            put(s->total + at, first, 4 * n, s->first != 0);
-        }
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
+// All of it, by the caller and up to threads - 1 others, who take no signals: those are for the interpreter's.
+static void make(Work *work, int64_t threads) {
+    int64_t parts = 0, started = 0;
+    for (int64_t i = 0; i < work->number; i++) parts += parts_of(count_of(work, i));
+    const int64_t wanted = most(least(threads, parts), 1) - 1;
+    pthread_t others[wanted + 1];
+    sigset_t every, own;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &own);
+    while (started < wanted && !pthread_create(others + started, 0, take_parts, work)) started++;
+    pthread_sigmask(SIG_SETMASK, &own, 0);
+    take_parts(work);
+    while (started) pthread_join(others[--started], 0);
+}
+
+void update(const Update *updates, int64_t number, int64_t threads) {
+    Work work = {updates, 0, number, 0};
+    make(&work, threads);
+}
+
+void add_up(const Sum *sums, int64_t number, int64_t threads) {
+    Work work = {0, sums, number, 0};
+    make(&work, threads);
 }

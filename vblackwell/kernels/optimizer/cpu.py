@@ -1,5 +1,5 @@
-"""AdamW on the CPU in one pass over memory, and sums of gradients: C, with the interpreter's lock released, in the
-thread that calls; where there is no C compiler, torch's operations, which take two to three times as long and the lock.
+"""AdamW on the CPU in one pass over memory, and sums of gradients: C, by threads of its own, without the interpreter's
+lock; where there is no C compiler, torch's operations, which take two to three times as long and the lock.
 
 Both have the bits of `adamw_piece`: the C is asked once, in all its types, and not used where it differs. An update
 that may have to be taken back writes new states next to the old: past the caches, that is as fast as in place (26 bytes
@@ -9,6 +9,7 @@ a parameter with a split master; torch also reads what it overwrites).
 import ctypes
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,15 @@ from vblackwell.kernels.optimizer.adamw import GRADIENTS, AdamWStep, adamw_piece
 from vblackwell.kernels.runtime.host_compiler import shared_library
 
 SOURCE = Path(__file__).with_name("adamw.c")
+OTHER_THREADS = 3  # that are busy while updates run: two that launch the model's kernels, one that hands out updates
 
 
-def _cut(tensor: Tensor | None, elements: slice) -> Any:
-    return None if tensor is None else tensor[elements]
+@functools.cache
+def update_threads() -> int:
+    """How many threads update in this process: torch's number when that was asked first, but some cores are left to
+    busy ones."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
 
 
 def _copy(tensor: Tensor | None) -> Any:
@@ -40,14 +46,11 @@ class States(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    def part(self, elements: slice) -> "States":
-        return States(*map(_cut, self, (elements,) * 4))
-
 
 @dataclass(frozen=True)
 class Update:
     """One AdamW step that makes ``new`` of ``old``, the same memory or other; ``gradient``: (n,) of any float type,
-    times ``factor``, an fp32 scalar. A part of a parameter starts at a multiple of 4096 elements (`adamw_piece`).
+    times ``factor``, an fp32 scalar.
     """
 
     new: States
@@ -58,10 +61,6 @@ class Update:
 
     def __len__(self) -> int:
         return len(self.gradient)
-
-    def part(self, elements: slice) -> "Update":
-        new, old, gradient = self.new.part(elements), self.old.part(elements), self.gradient[elements]
-        return Update(new, old, gradient, self.factor, self.numbers)
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,10 @@ class Sum:
     def __len__(self) -> int:
         return len(self.total)
 
-    def part(self, elements: slice) -> "Sum":
-        return Sum(self.total[elements], _cut(self.first, elements), _cut(self.addend, elements))
-
 
 def update(updates: Sequence[Update]) -> None:
-    """Make ``updates`` in this thread. Raises ValueError: tensors that have not as many elements."""
+    """Make ``updates`` by `update_threads`; on return none of them is at work any more. Raises ValueError where tensors
+    have not as many elements, before any update is made."""
     for each in updates:
         sizes = [tuple(tensor.shape) for tensor in (*each.new, *each.old) if tensor is not None]
         if sizes != [(len(each),)] * len(sizes):
@@ -94,7 +91,7 @@ def update(updates: Sequence[Update]) -> None:
 
 
 def add_up(sums: Sequence[Sum]) -> None:
-    """Make ``sums`` in this thread."""
+    """Make ``sums`` by `update_threads`."""
     native = library()
     by_torch = [each for each in sums if native is None or not _known(each.first, each.addend)]
     for each in by_torch:
@@ -159,7 +156,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _call(function: Callable[..., None], kind: type[ctypes.Structure], words: Sequence[ctypes.Structure]) -> None:
-    function((kind * len(words))(*words), ctypes.c_int64(len(words)))
+    function((kind * len(words))(*words), ctypes.c_int64(len(words)), ctypes.c_int64(update_threads()))
 
 
 def library() -> ctypes.CDLL | None:

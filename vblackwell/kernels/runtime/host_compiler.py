@@ -17,7 +17,7 @@ from vblackwell.errors import Unsupported
 from vblackwell.machine.cache import cache_root, write_atomically
 
 # Every operation as it is written: no fused ones, and roots that set no errno, which would keep loops from vectors.
-OPTIONS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+OPTIONS = ("-std=c11", "-O3", "-march=native", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 SECONDS = 120  # that a compiler may take
 
 

@@ -39,7 +39,6 @@ from vblackwell.offload.movement.state import (
     free_until,
     reserve,
 )
-from vblackwell.offload.movement.update_loop import Loop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 Receive = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
@@ -107,7 +106,6 @@ class GradientCollector(Mover):
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._staying: dict[Group, Staying] = {}  # oldest first
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
-        self._sums = Loop(cpu.add_up)
         self._wide = torch.empty(0, dtype=torch.float32, device="cpu")  # the worker's
 
     def _state(self, group: Group) -> GradientState:
@@ -423,14 +421,15 @@ class GradientCollector(Mover):
         """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
         kind = sum_kind(group)
         narrow = None if held.kind == kind else self._storage.open(group, "gradient")
-        summed = self._storage.open(group, kind, load=narrow is None)
+        summed, sums = self._storage.open(group, kind, load=narrow is None), list[Sum]()
         for slot in held.slots | dict.fromkeys(fresh):
             target, addend = flat_of(slot, summed, kind), fresh.get(slot)
             if slot not in held.slots:
-                self._sums.add(Sum(target, addend, None))
+                sums.append(Sum(target, addend, None))
             elif narrow is not None or addend is not None:
-                self._sums.add(Sum(target, None if narrow is None else slot.flat(narrow), addend))
-        self._sums.run()
+                sums.append(Sum(target, None if narrow is None else slot.flat(narrow), addend))
+        with torch.no_grad(), torch.profiler.record_function("sums of gradients on the host"):
+            cpu.add_up(sums)
         self._storage.store(group, kind, summed)
 
     def _measure(self, group: Group, held: GradientState) -> None:

@@ -1,18 +1,10 @@
 """AdamW on a group's ranges on the CPU, by a model's worker; before its step it writes into shadows of them.
 
-Many threads update parts of it, each in its own cache (`kernels.optimizer.cpu`), with the bits of
-`torch.optim.AdamW(fused=True)` on single tensors. torch's own threads would meet after every operation, and wait there
-for whichever shares its core with a busy thread; here every thread takes the next part when it is done
-(docs/journal/offload.md).
+The threads are `kernels.optimizer.cpu`'s, with the bits of `torch.optim.AdamW(fused=True)` on single tensors.
 """
 
-import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,138 +12,14 @@ from torch import Tensor
 
 from vblackwell.errors import StaleTensor
 from vblackwell.kernels.optimizer import cpu
-from vblackwell.kernels.optimizer.adamw import AdamWStep
-from vblackwell.kernels.optimizer.cpu import States, Sum, Update
+from vblackwell.kernels.optimizer.adamw import CHUNK, AdamWStep
+from vblackwell.kernels.optimizer.cpu import States, Update
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
 from vblackwell.offload.movement.state import Hyper, Job, Mover, Shared, Task, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Ranges, Shadows
-from vblackwell.units import align_up
-
-CHUNK = 1 << 16  # elements: a part ends at a multiple of it, or where its parameter ends (`adamw_piece`)
-# A thread takes so many elements at once that taking, which needs the interpreter's lock, does not show; and each gets
-# about so many turns, so that one whose core was wanted elsewhere does less.
-MIN_PART, TURNS = 1 << 19, 6
-OTHER_THREADS = 3  # that are busy while updates run: two that launch the model's kernels, one that hands out updates
-
-
-_one_at_a_time = threading.Lock()
-
-
-def _compute_alone() -> None:
-    """Let this thread run torch's operations without torch's other threads, and unseen by a profiler."""
-    with _one_at_a_time:  # two together would take each other's 1 for the number of the process, and leave it at that
-        count = torch.get_num_threads()  # asked first: a thread's first question sets the number to that of the process
-        torch.set_num_threads(1)
-        # That was also the number for threads to come, which another thread can put right without touching this one's.
-        other = threading.Thread(target=torch.set_num_threads, args=(count,))
-        other.start()
-        other.join()
-    # It would note every operation on every chunk, which takes as long as the operation, and stops the other threads
-    # meanwhile.
-    torch.autograd._enable_record_function(False)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def update_threads() -> int:
-    """How many threads update in this process, as torch's number was at the first update or question."""
-    return _pool()[1]
-
-
-@cache
-def _pool() -> tuple[ThreadPoolExecutor, int]:
-    """The threads of the process, made at the first update: torch's number, but some cores are left to busy ones."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
-    return ThreadPoolExecutor(count, "vblackwell-update", initializer=_compute_alone), count
-
-
-if hasattr(os, "register_at_fork"):  # a child has the pool's tasks and none of its threads: it would wait for ever
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-class Stretch(NamedTuple):
-    """An update of one parameter, or of a part of it, and its weight, if that is narrower than a whole master."""
-
-    update: Update
-    weight: Tensor | None = None  # (n,), becomes the new master, rounded
-
-    def part(self, elements: slice) -> "Stretch":
-        return Stretch(self.update.part(elements), None if self.weight is None else self.weight[elements])
-
-
-def make_updates(stretches: Sequence[Stretch]) -> None:
-    cpu.update([each.update for each in stretches])
-    for (update, weight), start in ((each, at) for each in stretches for at in range(0, len(each.update), CHUNK)):
-        if weight is not None:
-            part = slice(start, start + CHUNK)
-            round_from_fp32(update.new.weight[part], weight[part])
-
-
-class Loop:
-    """Work that is added first and then run by the threads of the process. For one thread."""
-
-    def __init__(self, make: Callable[[list[Any]], None]) -> None:
-        cpu.library()  # compiled before the first update, which threads wait for
-        self._make = make
-        self._added: list[Any] = []
-
-    def add(self, stretch: Stretch | Sum) -> None:
-        """What has a ``part`` of each slice, and ``make`` makes."""
-        self._added.append(stretch)
-
-    def run(self) -> None:
-        """Do it in parts, of which each thread takes the next when it is done; on return no thread is at work any more.
-
-        Nor is one where it raises; then some of what was added is done and the rest not.
-        """
-        pool, count = _pool()
-        added, self._added = self._added, []
-        total = sum(map(_elements, added))
-        parts = deque(_share_out(added, max(MIN_PART, -(-total // (TURNS * count)))))
-
-        def take_all() -> None:
-            while True:
-                try:
-                    part = parts.popleft()
-                except IndexError:
-                    return
-                with torch.no_grad():
-                    self._make(part)
-
-        tasks: list[Future[None]] = []
-        try:
-            with torch.profiler.record_function(f"{self._make.__name__} on the host"):  # not seen in threads
-                for _ in range(min(count, len(parts))):
-                    tasks.append(pool.submit(take_all))
-                errors = [error for task in tasks if (error := task.exception()) is not None]
-            if errors:
-                raise errors[0]
-        finally:
-            parts.clear()
-            wait(tasks)
-
-
-def _elements(stretch: Stretch | Sum) -> int:
-    return len(stretch.update if isinstance(stretch, Stretch) else stretch)
-
-
-def _share_out(stretches: list[Any], wanted: int) -> list[list[Any]]:
-    """``stretches`` in parts of about ``wanted`` elements, cut only where a whole chunk ends."""
-    parts: list[list[Any]] = [[]]
-    missing = wanted
-    for each in stretches:
-        total, start = _elements(each), 0
-        while start < total:
-            stop = min(start + align_up(missing, CHUNK), total)
-            parts[-1].append(each if stop - start == total else each.part(slice(start, stop)))
-            missing -= stop - start
-            start = stop
-            if missing <= 0:
-                parts.append([])
-                missing = wanted
-    return [part for part in parts if part]
 
 
 def update_master(
@@ -180,7 +48,7 @@ class HostUpdates(Mover):
     def __init__(self, shared: Shared, weights: WeightStreamer) -> None:
         super().__init__(shared)
         self._weights = weights
-        self._loop = Loop(make_updates)
+        cpu.library()  # compiled before the first update, which the model waits for
         self.shadows = Shadows(self._storage)
         self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
@@ -273,16 +141,20 @@ class HostUpdates(Mover):
             old = {kind: flat for kind, flat in opened.items() if flat.data_ptr() != new[kind].data_ptr()}
             opened = new
         gradient = storage.open(update.group, update.gradient_kind)
-        whole = "master" in opened
+        whole, made, narrow = "master" in opened, list[Update](), list[tuple[Tensor, Tensor]]()
         for slot, step, hyper in ((job.slot, job.step, job.hyper) for job in update.jobs):
             step.add_(1)
             new, was = (_states(slot, each, whole=whole) for each in (opened, opened | old))
             numbers = AdamWStep(**vars(hyper), step=int(step))
-            values = flat_of(slot, gradient, update.gradient_kind)
-            weight = slot.flat(opened["weight"]) if whole else None
-            self._loop.add(Stretch(Update(new, was, values, update.factor, numbers), weight))
+            made.append(Update(new, was, flat_of(slot, gradient, update.gradient_kind), update.factor, numbers))
+            if whole:
+                narrow.append((new.weight, slot.flat(opened["weight"])))
         began = time.perf_counter()
-        self._loop.run()
+        with torch.no_grad(), torch.profiler.record_function("AdamW on the host"):
+            cpu.update(made)
+            for pair in narrow:
+                for master, weight in zip(*(each.split(CHUNK) for each in pair), strict=True):
+                    round_from_fp32(master, weight)
         count = sum(job.slot.num_elements for job in update.jobs)
         storage.stack.add_update(count, time.perf_counter() - began)
         for kind, flat in opened.items():
