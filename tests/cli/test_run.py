@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -104,7 +105,11 @@ def test_a_hugging_face_folder_is_trained_further(finished, place):
         "auto",
     ]
     short = ["--max-steps", "3", "--eval-sequences", "16", "--sample-tokens", "0"]  # the sequences that `finished` took
+    told = place.vb(*words, *short, "--device", "cpu", "--plan").stdout
+    assert not (place.folder / "runs").exists(), "a plan writes nothing"
     output = place.vb(*words, *short, "--device", "cpu", "--vgpu-auto").stdout
+    plans = [re.findall(r"plan: .*|level 0 [^w]*RAM [\d.]+ \S+$", text, re.MULTILINE) for text in (told, output)]
+    assert len(plans[0]) == 2 and plans[0] == plans[1], (told, output)
     assert "final: 0.05 M parameters" in output and " over ssd " in output, output
     assert "plan: resident, 8 sequences" in output and "predicted  measured" in output, output
     report = json.loads((place.folder / "runs/final/report.json").read_text())

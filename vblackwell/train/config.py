@@ -121,6 +121,8 @@ class TrainConfig:
     """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW
     runs. What is said with other flags bounds the plan. Where bytes live changes no bit; recomputing on a GPU uses
     other kernels, and may round otherwise."""
+    plan: bool = False
+    """Print what --vgpu-auto would choose, with its bytes and speed, and stop; nothing is written."""
     deterministic: bool = False
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""
 
@@ -190,6 +192,8 @@ class TrainConfig:
             raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
         if self.model is not None and self.architecture:
             raise ConfigurationError("--architecture changes a preset, and --model has its config.json: drop one")
+        if self.plan:
+            object.__setattr__(self, "vgpu_auto", True)
 
     @property
     def name(self) -> str:

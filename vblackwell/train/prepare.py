@@ -66,12 +66,23 @@ class Prepared(Parts):
         return None
 
 
-def prepare(
+@dataclass(frozen=True)
+class Decided:
+    """What a run is of, before anything takes memory: its settings as planned, model on the meta device and data."""
+
+    config: TrainConfig
+    found: TrainableModel
+    compute_dtype: torch.dtype | None
+    plan: Plan | None
+    corpus: Corpus
+    train: Dataset
+    validation: Dataset
+
+
+def decide(
     config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
-) -> Prepared:
-    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``. Raises Stopped: the run
-    was asked to stop while its data was read; VBError: something of it cannot be had.
-    """
+) -> Decided:
+    """Data, model and, where the flags ask for one, the plan, which is told. Raises as `prepare`."""
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
     compute_dtype = choose_precision(config.precision, config.mixed_precision, device)
@@ -84,22 +95,33 @@ def prepare(
     found = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
         corpus, train, validation = open_data(config, found, progress)
-    packs = isinstance(train, ChatDataset) and train.packing  # several documents a row, which must not see each other
     torch.manual_seed(config.seed)
     found = convert_linears(config, found or preset_model(config, corpus), device, progress.say)
-    model = found.model
-    computed_in = str(compute_dtype or torch.float32).removeprefix("torch.")
     plan = None
     if config.vgpu_auto or config.auto_batch_size:
         try:
-            plan = make_training_plan(config, model, compute_dtype, device, progress.say)
+            plan = make_training_plan(config, found.model, compute_dtype, device, progress.say)
             progress.say("\n".join(plan.lines()))
         except Untraceable as error:
-            if config.auto_batch_size:
+            if config.auto_batch_size or config.plan:
                 raise
             said = "No plan: sizes that are not given are probed, and the rest is as the flags say"
             progress.say(f"--vgpu-auto: {error}. {said}")
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(train))
+    return Decided(config, found, compute_dtype, plan, corpus, train, validation)
+
+
+def prepare(
+    config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
+) -> Prepared:
+    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``. Raises Stopped: the run
+    was asked to stop while its data was read; VBError: something of it cannot be had.
+    """
+    decided = decide(config, device, progress, stop, cleanup)
+    config, found, plan, train = decided.config, decided.found, decided.plan, decided.train
+    model, compute_dtype = found.model, decided.compute_dtype
+    packs = isinstance(train, ChatDataset) and train.packing  # several documents a row, which must not see each other
+    computed_in = str(compute_dtype or torch.float32).removeprefix("torch.")
     assert config.max_steps is not None and config.warmup_steps is not None
     if config.gradient_checkpointing:
         checkpoint_layers(model)
@@ -143,14 +165,14 @@ def prepare(
         optimizer=_make_optimizer(model, config),
         stack=stack,
         data=train,
-        validation=validation,
+        validation=decided.validation,
         schedule=Schedule(peak, peak * config.min_learning_rate_ratio, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if compute_dtype is torch.float16 else None,
         device=device,
         loss=training_loss(model),
         config=config,
         model_config=found.config,
-        corpus=corpus,
+        corpus=decided.corpus,
         tokenizer_folder=found.folder if config.tokenizer is None else None,
         plan=plan,
         attention=attention,

@@ -28,7 +28,7 @@ from vblackwell.train.checkpoint import export_final, finished_step, load_newest
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.model import find_model
-from vblackwell.train.prepare import Prepared, open_data, prepare
+from vblackwell.train.prepare import Prepared, decide, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
 from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
@@ -48,12 +48,24 @@ def train(config: TrainConfig) -> int:
             return 0
         stop = cleanup.enter_context(StopRequest())
         try:
+            if config.plan:
+                return _plan(config, progress, stop, cleanup)
             return _train(config, progress, stop, cleanup)
         except torch.OutOfMemoryError as error:
             # torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow
             said = str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
             said += "; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory"
             raise InsufficientMemory(said, needed_bytes=0, available_bytes=0) from error
+
+
+def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
+    """Tell the plan alone."""
+    try:
+        decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)
+    except Stopped:
+        progress.say("stopped before the plan was made")
+        return stop.exit_code
+    return 0
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
