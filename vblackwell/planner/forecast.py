@@ -62,6 +62,15 @@ class Placed:
     step: StepForecast | None = None
     waiting: int = 0
 
+    @property
+    def disk(self) -> int:
+        return 0 if self.step is None else self.step.bytes_of(2) - self.step.shadow_bytes(2)
+
+    @property
+    def threads(self) -> int:
+        """Bytes of RAM that the disk level takes for its threads."""
+        return DISK_THREAD_BYTES if self.step is not None and self.step.lanes.uses_disk else 0
+
 
 class Forecast:
     """Predicts choices for one run, in its compute type, on one machine; traces and models are made once each.
@@ -239,9 +248,8 @@ class Forecast:
         gpu, p99 = min(placed.gpu, bounds.gpu), min(placed.p99, bounds.gpu)  # what level 0 lets in ends at its capacity
         clipped = simulate(replace(lanes, clips=True), rates).step_seconds if in_full and machine.may_clip else None
         hidden = disk_hidden_from(lanes, rates, tokens) if in_full and written else 0
-        disk, threads = found.bytes_of(2) - found.shadow_bytes(2), DISK_THREAD_BYTES if lanes.uses_disk else 0
-        sizes = gpu, p99, host, disk
-        return Prediction(*sizes, seconds, tokens, busy, clipped, written, hidden, placed.waiting, threads)
+        sizes = gpu, p99, host, placed.disk
+        return Prediction(*sizes, seconds, tokens, busy, clipped, written, hidden, placed.waiting, placed.threads)
 
     def _sized(self, choice: Choice, free: int) -> Choice:
         """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
@@ -321,7 +329,7 @@ class OffloadEstimate:
 def estimate_offload(
     run: Run, trace: Trace, batch_size: int, gpu_bytes: int, ram_bytes: int, disk_bytes: int, rates: Rates | None = None
 ) -> OffloadEstimate:
-    """What the fastest streamed plan for ``run`` takes; without ``rates`` all of AdamW is on the GPU."""
+    """What the fastest streamed plan for ``run`` takes; without ``rates``, of the one with all of AdamW on the GPU."""
     own = trace.without(trace.born_in("optimizer"))  # the engine's AdamW takes the place of torch's
     own = replace(own, work=tuple(each for each in trace.work if each.phase != "optimizer"))
     free = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
@@ -330,25 +338,29 @@ def estimate_offload(
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
     space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates else (one.update,))
-    try:
-        plan = forecast.plan(space)
-    except InsufficientMemory:
+    choice, found = one, None
+    if len(list(space.choices())) > 1:  # of which seconds say what is chosen
+        try:
+            plan = forecast.plan(space, in_full=False)
+            choice, found = plan.choice, plan.prediction
+        except InsufficientMemory:
+            pass  # what it lacks is said below
+    placed = forecast.place(choice)
+    if isinstance(placed, Lacking):
         step = forecast.step_bytes(one, own)
-        lacking = str(forecast.predict(one)).removeprefix("is refused: ")
         said = f"the step of this batch alone takes {format_bytes(step)} of the GPU's {format_bytes(gpu_bytes)}"
-        return OffloadEstimate(step=step, refused=f"{lacking}; {said}")
-    placed, found = forecast.place(plan.choice), plan.prediction
-    assert isinstance(placed, Placed) and placed.step is not None
+        return OffloadEstimate(step=step, refused=f"{str(placed).removeprefix('is refused: ')}; {said}")
+    assert placed.step is not None
     step = placed.step  # without shadows, which take what is free
     on_level0 = step.bytes_of(0)
     return OffloadEstimate(
         level0=min(on_level0, placed.choice.level0_bytes),  # what it lets in ends at its capacity
-        host=step.bytes_of(1) - step.shadow_bytes(1) + placed.waiting + found.threads,
-        disk=found.disk,
+        host=step.bytes_of(1) - step.shadow_bytes(1) + placed.waiting + placed.threads,
+        disk=placed.disk,
         step=placed.gpu - on_level0,
-        fragmentation=_fragments(forecast, plan.choice, trace, step),
-        tokens_per_second=None if rates is None else found.tokens_per_second,
-        bottleneck=None if rates is None else found.bottleneck,
+        fragmentation=_fragments(forecast, placed.choice, trace, step),
+        tokens_per_second=None if found is None or rates is None else found.tokens_per_second,
+        bottleneck=None if found is None or rates is None else found.bottleneck,
     )
 
 

@@ -73,6 +73,11 @@ class Run:
             checkpoint_layers(model)
         return model
 
+    @functools.cached_property
+    def step(self) -> Callable[[int], Trace]:
+        """What two steps with a batch of that size allocate, traced once for each size."""
+        return functools.cache(self.trace)
+
     def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: a converted copy of the run's."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
@@ -83,7 +88,7 @@ class Run:
 
     def largest_batch(self, gpu_bytes: int) -> int:
         """The largest batch that `fits` a GPU of that size; 0 where one sequence does not."""
-        return Batches(self.trace).largest(lambda size, trace: fits(trace, gpu_bytes, self.capability, self.expandable))
+        return Batches(self.step).largest(lambda size, trace: fits(trace, gpu_bytes, self.capability, self.expandable))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Block:
 
 def round_size(num_bytes: int) -> int:
     """What a request of ``num_bytes`` > 0 is counted as."""
-    return max(MIN_BLOCK, align_up(num_bytes, MIN_BLOCK))
+    return max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
 
 
 def segment_size(size: int) -> int:

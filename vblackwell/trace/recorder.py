@@ -3,7 +3,7 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,27 +25,41 @@ KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps 
 ENGINE_ALONE = (2, 4)
 
 
+@functools.lru_cache(maxsize=1)
+def _answers(capability: tuple[int, int], num_sms: int) -> MetaAnswers:
+    """What operators gave, kept from trace to trace; on a GPU, of which the notes are."""
+    return MetaAnswers()
+
+
 @functools.cache
 def _host_work(phase: str, issues: float) -> Work:
     return Work(phase, kind="host", issues=issues)
 
 
 class Recorder(TorchDispatchMode):
-    """Births, deaths, phases and work, on a GPU of that capability and so many multiprocessors."""
+    """Births, deaths, phases and work, on a GPU of that capability and so many multiprocessors; ``layer_of``: by the id
+    of a weight, for `vblackwell.trace.layers`, to which layer all of that belongs."""
 
-    def __init__(self, capability: tuple[int, int], num_sms: int = NUM_SMS, counts_work: bool = False) -> None:
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        num_sms: int = NUM_SMS,
+        counts_work: bool = False,
+        layer_of: Mapping[int, int] | None = None,
+    ) -> None:
         super().__init__()
-        self.capability, self.num_sms, self.counts_work = capability, num_sms, counts_work
+        self.capability, self.num_sms, self.counts_work, self.layer_of = capability, num_sms, counts_work, layer_of
         self.log = StorageLog()
         self.first: dict[str, int] = {}  # number of the first storage that a phase of this step may make
         self.category: dict[int, str] = {}
         self.marks: list[tuple[int, int, str]] = []
         self.work: list[Work] = []
+        self.work_layers: list[int | None] = []
         self.reached: dict[nn.Module | None, tuple[int, int, int]] = {}  # events, storages, work at its first call
         self.head: nn.Module | None = None
         self.step = 0
         self.phase = "setup"
-        self.answers = MetaAnswers()
+        self.answers = _answers(capability, num_sms)
         self._cublas: set[str] = set()
 
     @classmethod
@@ -57,11 +71,14 @@ class Recorder(TorchDispatchMode):
         self.phase = phase
         self.first[phase] = len(self.log.sizes)
         self.marks.append((len(self.log.events), self.step, phase))
+        if phase != "backward":  # which goes on in the layer in which the loss's ended
+            self.leave_layer()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
             known = self.answers.known
+            in_lists = self.layer_of is not None and self._enter_layer(args)
             if known is not None and known.is_view and self.log.knows(out):
                 self._note_issues(VIEW)
                 return out
@@ -83,6 +100,8 @@ class Recorder(TorchDispatchMode):
             if func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
                 self.log.hand_over(old, found[0])
             for number, tensor in enumerate(found[::-1] if name == "native_dropout" else found):  # its mask first
+                if in_lists:
+                    self.log.layer = self._owner(args[0][number]) if len(args[0]) == len(found) else None
                 self.see(tensor)
                 if number < len(after_outputs) and after_outputs[number]:
                     self.log.free(self._birth(after_outputs[number]))
@@ -97,7 +116,33 @@ class Recorder(TorchDispatchMode):
                     self._birth(CUBLASLT_BYTES)
             if taken is not None:  # a kernel holds it at the same time as its outputs
                 self.log.free(taken)
+            if in_lists:
+                self.log.layer = None
             return out
+
+    def leave_layer(self) -> None:
+        """No operator of a layer runs: what dies is given to the layer that it belongs to."""
+        self.log.layer, self.log.by_owner = None, True
+
+    def _enter_layer(self, args: tuple[Any, ...]) -> bool:
+        """The layer of an operator, by what it reads; whether it is one on an optimizer's lists, which is of all."""
+        log, in_step, falls = self.log, self.phase in ("setup", "optimizer"), "backward" in self.phase
+        if in_step and args and isinstance(args[0], (list, tuple)) and isinstance(next(iter(args[0]), None), Tensor):
+            self.leave_layer()
+            return True
+        layer = None if in_step else log.layer  # an optimizer's loop goes through all layers again and again
+        for each in args:
+            for tensor in each if isinstance(each, (list, tuple)) else (each,):
+                owner = self._owner(tensor) if isinstance(tensor, Tensor) else None
+                if owner is not None and (layer is None or (owner < layer if falls else owner > layer)):
+                    layer = owner
+        if layer is not None:
+            log.layer, log.by_owner = layer, False
+        return False
+
+    def _owner(self, tensor: Tensor) -> int | None:
+        number = self.log.number_of(tensor)
+        return None if number is None else self.log.owners[number]
 
     def _noted(self, what: Any, make: Callable[[], Any], may_keep: Callable[[], bool] = lambda: True) -> Any:
         """What ``make`` finds out about the last call, once for all equal calls."""
@@ -114,12 +159,16 @@ class Recorder(TorchDispatchMode):
         has_tf32 = self.capability >= (8, 0)
         make = partial(work_of, self.phase, func, args, kwargs, out, has_tf32, self.num_sms)
         work = self._noted(self.phase, make, lambda: not any(map(_repeats, tree_leaves((args, kwargs, out)))))
+        self._add_work(work)
+
+    def _add_work(self, work: Work) -> None:
         self.work.append(work)
+        self.work_layers.append(self.log.layer)
 
     def _note_issues(self, issues: float) -> None:
         """Work of the host alone."""
         if self.counts_work:
-            self.work.append(_host_work(self.phase, issues))
+            self._add_work(_host_work(self.phase, issues))
 
     def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._note_issues(module_issues(type(module)))
@@ -146,7 +195,7 @@ class Recorder(TorchDispatchMode):
     def read(self) -> None:
         """Note that the host asks for a number that the GPU makes."""
         if self.counts_work:
-            self.work.append(Work(self.phase, kind="read", issues=1.0))
+            self._add_work(Work(self.phase, kind="read", issues=1.0))
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Note the storage of ``tensor``, if it is new, and what it is for, if that is known."""
@@ -195,6 +244,11 @@ class StorageLog:
         self.sizes: list[int] = []
         self.events: list[int] = []
         self.live_bytes = 0
+        self.layer: int | None = None  # of the model, in which all of this happens
+        self.by_owner = False  # what dies, dies in the layer that it belongs to
+        self.event_layers: list[int | None] = []
+        self.layers: list[int | None] = []  # of each storage, when it was born
+        self.owners: list[int | None] = []  # the same, and of a gradient its parameter's
         self._alive: dict[int, tuple[int, Any]] = {}  # by address: number and weak reference
 
     def add(self, num_bytes: int) -> int:
@@ -202,11 +256,14 @@ class StorageLog:
         index = len(self.sizes)
         self.sizes.append(num_bytes)
         self.events.append(index)
+        for layers in (self.event_layers, self.layers, self.owners):
+            layers.append(self.layer)
         self.live_bytes += num_bytes
         return index
 
     def free(self, index: int) -> None:
         self.events.append(~index)
+        self.event_layers.append(self.owners[index] if self.by_owner else self.layer)
         self.live_bytes -= self.sizes[index]
 
     def see(self, tensor: Tensor) -> int:
@@ -225,6 +282,11 @@ class StorageLog:
         if known is not None:
             self._watch(new.untyped_storage(), known[0])
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of the storage of ``tensor``, if it was seen."""
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
     def knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._alive
 
@@ -235,7 +297,7 @@ class StorageLog:
     def forget_past(self) -> None:
         """Start again with what is alive now."""
         alive = [storage for _, seen in self._alive.values() if (storage := seen()) is not None]
-        for each in (self._alive, self.sizes, self.events):
+        for each in (self._alive, self.sizes, self.events, self.event_layers, self.layers, self.owners):
             each.clear()
         self.live_bytes = 0
         for storage in alive:

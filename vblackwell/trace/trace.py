@@ -20,6 +20,7 @@ from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
+from vblackwell.trace.layers import FEW, Recording, equal_layers, lengthened, numbers_of, only_first
 from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
@@ -127,12 +128,49 @@ def trace_training(
     ConfigurationError where nothing of the model is to be trained.
     """
     model = on_meta(model)
-    recorder, parameters = Recorder(capability, num_sms), list(model.parameters())
+    given: Any = make_batch, loss, make_optimizer, autocast, capability, num_sms, steps
+    layers = equal_layers(model)
+    found = None if layers is None else _lengthened(layers, lambda: _record(model, layers, *given))
+    found = found or _record(model, None, *given)
+    parameters = list(model.parameters())
+    counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    births = tuple(found.sizes), tuple(found.categories)
+    return Trace(*births, tuple(found.events), tuple(found.marks), *counts, tuple(found.work))
+
+
+def _lengthened(layers: nn.ModuleList, record: Callable[[], Recording]) -> Recording | None:
+    few: Recording | None = None
+    for count in FEW:
+        try:
+            with only_first(layers, count):
+                one_more = record()
+        except Untraceable:
+            return None  # all of it is traced next, and says what is wrong
+        found = None if few is None else lengthened(few, one_more, len(layers) - count + 1)
+        if found is not None:
+            return found
+        few = one_more
+    return None
+
+
+def _record(
+    model: nn.Module,
+    layers: nn.ModuleList | None,
+    make_batch: MakeBatch,
+    loss: Loss,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    autocast: torch.dtype | None,
+    capability: tuple[int, int],
+    num_sms: int,
+    steps: int,
+) -> Recording:
+    parameters = list(model.parameters())
+    recorder = Recorder(capability, num_sms, layer_of=None if layers is None else numbers_of(layers))
     try:
         calls = register_module_forward_pre_hook(recorder.called)
         with calls, cuda_on_meta(autocast, capability) as cuda, plain_batches():
             recorder.enter_phase("setup")
-            _see(recorder, [*parameters, *model.buffers()], "weights")
+            _see_weights(recorder, [*parameters, *model.buffers()])
             optimizer = make_optimizer(parameters) if make_optimizer else None
             _drop_gradients(parameters)
             for recorder.step in range(steps):
@@ -149,20 +187,26 @@ def trace_training(
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         said = f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
         raise Untraceable(said) from error
-    sizes = recorder.log.sizes
-    categories = tuple(recorder.category.get(i, "workspace") for i in range(len(sizes)))
-    counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    events, marks, work = tuple(recorder.log.events), tuple(recorder.marks), tuple(recorder.work)
-    return Trace(tuple(sizes), categories, events, marks, *counts, work)
+    return _recording(recorder)
 
 
 def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]) -> tuple[Work, ...]:
     """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is
     issued as one, without the host's time between them: decoding replays most of it as a graph.
     """
-    model = on_meta(model)
-    recorder = Recorder(capability, counts_work=True)
-    _see(recorder, [*model.parameters(), *model.buffers()], "weights")  # so that views of them are known
+    model, given = on_meta(model), (make_batch, loss, capability)
+    layers = equal_layers(model)
+    found = None if layers is None else _lengthened(layers, lambda: _record_forward(model, layers, *given))
+    work = (found or _record_forward(model, None, *given)).work
+    return tuple(replace(each, issues=1.0) for each in work if each.kind != "host")
+
+
+def _record_forward(
+    model: nn.Module, layers: nn.ModuleList | None, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]
+) -> Recording:
+    recorder = Recorder(capability, counts_work=True, layer_of=None if layers is None else numbers_of(layers))
+    recorder.enter_phase("setup")
+    _see_weights(recorder, [*model.parameters(), *model.buffers()])  # so that views of them are known
     recorder.enter_phase("forward")
     try:
         with cuda_on_meta(None, capability), plain_batches(), torch.no_grad(), recorder:
@@ -171,7 +215,14 @@ def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capabilit
         raise
     except Exception as error:  # as above
         raise Untraceable(f"{type(model).__name__} cannot be traced in its forward: {brief(error)}") from error
-    return tuple(replace(each, issues=1.0) for each in recorder.work if each.kind != "host")
+    return _recording(recorder)
+
+
+def _recording(recorder: Recorder) -> Recording:
+    log = recorder.log
+    categories = [recorder.category.get(i, "workspace") for i in range(len(log.sizes))]
+    of_all = log.sizes, categories, log.events, recorder.marks, recorder.work
+    return Recording(*of_all, log.event_layers, log.layers, recorder.work_layers)
 
 
 def brief(error: Exception) -> str:
@@ -184,6 +235,23 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 recorder.see(tensor, category)
+
+
+def _see_weights(recorder: Recorder, tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        recorder.log.layer = (recorder.layer_of or {}).get(id(tensor))
+        _see(recorder, [tensor], "weights")
+    recorder.log.layer = None
+
+
+def _give_to_parameters(recorder: Recorder, parameters: Iterable[nn.Parameter]) -> None:
+    """Let gradients belong to the layers of their parameters: one may be made where another layer's backward began."""
+    if recorder.layer_of is not None:
+        with torch._C.DisableTorchFunction():
+            for parameter in parameters:
+                number = None if parameter.grad is None else recorder.log.number_of(parameter.grad)
+                if number is not None:
+                    recorder.log.owners[number] = recorder.layer_of.get(id(parameter))
 
 
 def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -208,6 +276,7 @@ def _run_step(
     batch = make_batch()
     cuda.casts = {}
     value = loss(model, batch)
+    recorder.leave_layer()
     cuda.casts = None
     recorder.split_forward()
     for index in recorder.log.alive():
@@ -217,6 +286,7 @@ def _run_step(
     recorder.enter_phase("loss_backward")
     value.backward()
     _see(recorder, (parameter.grad for parameter in parameters), "gradients")
+    _give_to_parameters(recorder, parameters)
     for index in range(first["loss_backward"], first.get("backward", len(recorder.log.sizes))):
         recorder.category.setdefault(index, "logits_and_loss")
     del value
@@ -227,6 +297,7 @@ def _run_step(
     # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
     cuda.item_read = recorder.read
     optimizer.step()
+    recorder.leave_layer()
     cuda.item_read = None
     _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
     optimizer.zero_grad(set_to_none=True)

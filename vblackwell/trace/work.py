@@ -9,7 +9,7 @@ the host reads numbers that the GPU makes, as Adafactor does (`reading_seconds`)
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -95,6 +95,19 @@ def work_of(
     if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
         issues = MANY + ONE_OF_MANY * len(args[0])
     return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, issues, share)
+
+
+def of_longer_lists(one: Work, other: Work, more: int) -> Work | None:
+    """An operator on lists that are ``more`` times longer than in ``one`` by what they are in ``other``; None of any
+    other operator."""
+
+    def longer(times: int) -> Work:
+        lengths = [round((each.issues - MANY) / ONE_OF_MANY) for each in (one, other)]
+        num_bytes = one.num_bytes + times * (other.num_bytes - one.num_bytes)
+        issues = MANY + ONE_OF_MANY * (lengths[0] + times * (lengths[1] - lengths[0]))
+        return replace(one, num_bytes=num_bytes, issues=issues)
+
+    return longer(more) if longer(1) == other else None
 
 
 # (rows, columns, of the full rate): a smaller tile reads its operands more often.

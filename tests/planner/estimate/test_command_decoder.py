@@ -8,12 +8,18 @@ import functools
 import json
 import os
 import subprocess
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.planner import model_spec
+from vblackwell.planner.estimate import command
 from vblackwell.planner.estimate.command import advice_of, estimate_command, fused
 from vblackwell.planner.estimate.result import Estimated
 from vblackwell.planner.forecast import PLENTY, estimate_offload
@@ -98,6 +104,44 @@ def test_a_fused_step_as_it_is_traced():
     # The peak is in the step: foreach makes a copy of everything there.
     assert estimate_trace(run.trace(1)).allocated - both[0].allocated > 3 * run.trace(1).num_parameters
     assert sum(each.num_bytes for each in ours.work if each.phase == "optimizer") == 28 * ours.trainable
+
+
+def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, capsys, tmp_path):
+    """Seconds of a large model each: built as it is, recomputed and on fused operators, and a step of each way."""
+    counts = Counter[Any]()
+
+    def counted(owner: Any, name: str, key: Callable[..., Any]) -> None:
+        plain = getattr(owner, name)
+
+        def count(*args: Any, **options: Any) -> Any:
+            counts[name, key(*args)] += 1
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counted(model_spec, "build_causal_lm", lambda fields, source, dtype: dtype)
+    counted(command, "accelerate_causal_lm", lambda *args: None)
+
+    def way(run: Run, batch_size: int) -> tuple[Any, ...]:
+        is_fused = any("_vb_original" in type(each).__dict__ for each in run.model.modules())
+        return run.precision, run.checkpointing, is_fused, batch_size
+
+    counted(Run, "trace", way)
+    fields = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 24, "num_attention_heads": 4, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    assert not estimate_command(str(path), None, "1600MiB", 8, 1024)
+    assert "does not fit" in capsys.readouterr().out
+    traces = [("fp32", False, False, 8), ("fp32", True, False, 8), ("fp32", False, True, 8), ("fp32", True, True, 8)]
+    traces += [("autocast", False, False, 8), ("fp32", False, False, 4)]
+    expected: dict[Any, int] = {("trace", key): 1 for key in traces}
+    largest = {key: 1 for key in counts if key[0] == "trace" and key[1][3] not in (4, 8)}  # of one to three sequences
+    expected |= largest | {("build_causal_lm", torch.float32): 3, ("accelerate_causal_lm", None): 1}
+    assert counts == expected
 
 
 def test_an_estimate_with_advice_starts_no_process(monkeypatch, capsys):

@@ -20,7 +20,7 @@ from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.result import Advice, Estimated
 from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offload, minimum_gpu_bytes
 from vblackwell.planner.memory_estimate import Run, estimate_trace, fits
-from vblackwell.planner.model_spec import check_batch, find_model
+from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model
 from vblackwell.planner.several_gpus import check_several, sharded_step
 from vblackwell.trace.causal_lm import language_loss
 from vblackwell.trace.trace import Trace, Untraceable
@@ -112,7 +112,7 @@ def some_bytes(text: str, flag: str) -> int:
 def _traced(run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, only_traced: bool) -> Estimated:
     measured = None
     try:
-        trace = run.trace(batch_size)
+        trace = run.step(batch_size)
     except Untraceable as error:
         if run.spec.make is None:
             raise Untraceable(f"{error}; give it as package.module:factory to have two steps of it measured") from error
@@ -182,7 +182,7 @@ def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) ->
 def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tuple[Advice, ...]:
     """What would save memory or time; ``below``: bytes of RAM and of disk that an offload stack may take."""
     ways = _Ways(estimated, below)
-    (now,) = ways.plain("", estimated.run, estimated.trace)
+    (now,) = ways.plain("", estimated.run, estimated.trace, peak=estimated.memory.peak_p50)
     return tuple(advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)[:MAX_SHOWN])
 
 
@@ -204,7 +204,8 @@ class _Ways:
         traced = list(self._on_fused_operators(run))
         for precision, also in (("autocast", "products in bf16"), ("bf16", NARROW_WEIGHTS)):
             if run.precision == "fp32" and (precision == "autocast" or not traced):
-                narrow = replace(run, precision=precision)
+                spec = _with_model(run) if precision == "autocast" else run.spec
+                narrow = replace(run, spec=spec, precision=precision)
                 traced += self.plain(f"--precision {precision}", narrow, self._trace_of(narrow), also)
         yield from traced
         if self.batch_size > 1:
@@ -227,20 +228,22 @@ class _Ways:
             return
         stacked = list(self._streamed(FUSED, run, trace))
         if not stacked and not run.checkpointing:
-            run = replace(run, checkpointing=True)
+            run = replace(run, spec=_with_model(run), checkpointing=True)  # nobody needs it without any more
             stacked = self._streamed(f"{FUSED}, {RECOMPUTING}", run, self._trace_of(run))
         yield from stacked
 
     def _trace_of(self, run: Run, batch_size: int = 0) -> Trace | None:
         try:
-            return run.trace(batch_size or self.batch_size)
+            return run.step(batch_size or self.batch_size)
         except (ConfigurationError, Unsupported):
             return None  # this model cannot be run so: nothing to advise
 
-    def plain(self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int = 0) -> Iterator[Way]:
+    def plain(
+        self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int = 0, peak: int = 0
+    ) -> Iterator[Way]:
         if trace is not None:
             tokens = (batch_size or self.batch_size) * run.seq_length
-            peak = estimate_trace(trace, run.capability, run.expandable).peak_p50
+            peak = peak or estimate_trace(trace, run.capability, run.expandable).peak_p50
             seconds = None if self.rates is None else sum(phase_seconds(trace.work, self.rates).values()) / tokens
             yield Way(change, peak, seconds, _flops(trace) / tokens, also)
 
@@ -261,6 +264,12 @@ class _Ways:
 
 def _flops(trace: Trace) -> float:
     return sum(each.flops for each in trace.work)
+
+
+def _with_model(run: Run) -> ModelSpec:
+    """The run's, with the module that it has already, which is of the same type of weights."""
+    model = run.model
+    return replace(run.spec, build=lambda dtype: model)
 
 
 def _accelerated(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.Module:

@@ -1,0 +1,167 @@
+"""A model of many equal layers, from traces of few: the same trace, to the event, as of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.nn.convert.lora import Lora, add_adapters
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.planner.memory_estimate import Run
+from vblackwell.planner.model_spec import ModelSpec, of_config, of_decoder
+from vblackwell.trace import layers as layers_of_few
+from vblackwell.trace import trace as tracing
+from vblackwell.trace.causal_lm import build_causal_lm, language_batch
+from vblackwell.trace.layers import FEW, Recording, equal_layers, lengthened
+from vblackwell.trace.trace import trace_forward
+
+LAYERS = 9
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = {**LLAMA, "model_type": "qwen2"}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {"model_type": "gpt2", "vocab_size": 500, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+DECODER = of_decoder("decoder", DecoderConfig(500, 64, 128, LAYERS, 4, max_position=64))
+
+
+def spec_of(fields: dict[str, Any], change: Callable[[nn.Module], object] | None = None) -> ModelSpec:
+    spec = of_config(fields, "a model", 64)
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        model = spec.build(dtype)
+        if change is not None:
+            change(model)
+        return model.to(dtype).train()
+
+    return replace(spec, build=build)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, trace: Callable[[], Any]) -> tuple[Any, Any, list[bool]]:
+    """The trace, that of all layers, and whether each attempt to lengthen one of few succeeded."""
+    tried: list[bool] = []
+
+    def spy(*args: Any) -> Recording | None:
+        found = lengthened(*args)
+        tried.append(found is not None)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing, "lengthened", spy)
+        found = trace()
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing, "equal_layers", lambda model: None)
+        return found, trace(), tried
+
+
+AT_ONCE, LATER = [True], [False, True]  # with three layers and four, or with four and five
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "expected"),
+    [
+        (spec_of(LLAMA), {}, AT_ONCE),
+        (spec_of(LLAMA), {"optimizer": "adamw-for-loop"}, AT_ONCE),
+        (spec_of(LLAMA), {"optimizer": "adamw-fused", "precision": "bf16"}, AT_ONCE),
+        (spec_of(QWEN), {"optimizer": "adafactor", "precision": "autocast"}, AT_ONCE),
+        (spec_of(QWEN), {"precision": "autocast", "checkpointing": True}, AT_ONCE),
+        (spec_of(GPT2), {"optimizer": "sgd-momentum"}, AT_ONCE),
+        (spec_of(MIXTRAL), {"checkpointing": True}, AT_ONCE),
+        (spec_of(MIXTRAL, accelerate_causal_lm), {"precision": "bf16"}, AT_ONCE),
+        (spec_of(LLAMA, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}, LATER),
+        (spec_of(LLAMA, lambda model: add_adapters(model, Lora(4))), {"checkpointing": True}, AT_ONCE),
+        (DECODER, {}, AT_ONCE),
+        (DECODER, {"precision": "bf16", "checkpointing": True}, LATER),
+    ],
+)
+def test_the_same_trace(monkeypatch, spec, options, expected):
+    run = Run(spec, 64, **options)
+    found, whole, tried = both(monkeypatch, partial(run.trace, 2))
+    assert found == whole and tried == expected
+
+
+def test_the_same_forward(monkeypatch):
+    model = build_causal_lm(MIXTRAL, "a model", torch.bfloat16).eval()
+    given = language_batch(500, 1, 1), lambda m, batch: m(input_ids=batch["input_ids"]).logits, (8, 0)
+    found, whole, tried = both(monkeypatch, lambda: trace_forward(model, *given))
+    assert found == whole and tried == AT_ONCE
+
+
+def test_the_model_is_left_as_it_is():
+    run = Run(spec_of(LLAMA), 64)
+    before = [name for name, _ in run.model.named_modules()]
+    trace = run.trace(1)
+    assert [name for name, _ in run.model.named_modules()] == before
+    assert trace.num_parameters == sum(each.numel() for each in run.model.parameters())
+
+
+def first_shared(model: Any) -> None:
+    model.model.layers[3].mlp = model.model.layers[0].mlp
+
+
+def one_scale(model: Any) -> None:
+    model.model.layers[3].self_attn.scaling = 0.5
+
+
+def one_hook(model: Any) -> None:
+    model.model.layers[3].register_forward_hook(lambda module, args, out: None)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of({**QWEN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}),
+        spec_of({**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16}),
+        spec_of({**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [3]}),
+        spec_of({**LLAMA, "num_hidden_layers": sum(FEW[:2])}),
+        spec_of(LLAMA, first_shared),
+        spec_of(LLAMA, one_scale),
+        spec_of(LLAMA, one_hook),
+    ],
+)
+def test_layers_that_differ_are_traced_whole(spec):
+    assert equal_layers(spec.build(torch.float32)) is None
+
+
+def test_strangers_models_are_traced_whole():
+    """Their code may do anything by a layer's number."""
+
+    class Stranger(type(build_causal_lm(LLAMA, "a model"))):
+        pass
+
+    model = build_causal_lm(LLAMA, "a model")
+    assert equal_layers(model) is not None
+    model.__class__ = Stranger
+    assert equal_layers(model) is None
+
+
+def test_what_another_layer_does_otherwise_is_not_repeated(monkeypatch):
+    """Noticed where traces of few are compared; then one more is traced, and then all."""
+    given: list[tuple[Any, ...]] = []
+
+    def fails(*args: Any) -> None:
+        given.append(args)
+
+    monkeypatch.setattr(tracing, "lengthened", fails)
+    run = Run(spec_of(LLAMA), 64)
+    whole = run.trace(2)
+    assert [more for _, _, more in given] == [LAYERS - 3, LAYERS - 4]
+    few, one_more, more = given[0]
+    found = lengthened(few, one_more, more)
+    assert found is not None and tuple(found.events) == whole.events
+    sizes = [size + 512 * (number == 100) for number, size in enumerate(one_more.sizes)]
+    events = [*one_more.events[:100], *reversed(one_more.events[100:102]), *one_more.events[102:]]
+    work = [*one_more.work[:-1], replace(one_more.work[-1], num_bytes=1)]
+    for changed in ({"sizes": sizes}, {"events": events}, {"work": work}):
+        assert lengthened(few, replace(one_more, **changed), more) is None
+    monkeypatch.setattr(layers_of_few, "MIDDLE", 2)  # the last of three: the head's events are its own, too
+    assert lengthened(few, one_more, more) is None

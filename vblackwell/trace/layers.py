@@ -1,0 +1,226 @@
+"""Traces of models with many equal layers, from traces of the same model with few.
+
+Equal layers allocate and compute the same, one after another: a trace of three layers says what a fourth adds. While it
+is recorded, each event is given to a layer: in forward to the last one whose storages an operator has read, in backward
+to the first; in lists of an optimizer to the layer of the parameter. What a middle layer does is repeated; where it
+releases what a neighbour made, of the copy's neighbour. `lengthened` repeats it once first and compares that with a
+trace of one layer more: unless both are equal, to the event, it gives nothing. Four layers and five are tried next
+(the first product of backward may be the middle layer's of three), and then the model is traced whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.trace.work import Work, of_longer_lists
+
+FEW = (3, 4, 5)
+MIDDLE = 1  # the layer that is repeated
+Layer = int | None  # None: of no layer
+_KNOWN = ("transformers.models.", "vblackwell.nn.decoder.")  # others' code may do anything by a layer's number
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a trace of few layers saw, as in `Trace`, with the layer of each event, storage (at its birth) and work."""
+
+    sizes: Sequence[int]
+    categories: Sequence[str]
+    events: Sequence[int]
+    marks: Sequence[tuple[int, int, str]]
+    work: Sequence[Work]
+    event_layers: Sequence[Layer]
+    storage_layers: Sequence[Layer]
+    work_layers: Sequence[Layer]
+
+
+class _Differs(Exception):
+    """The middle layer does what cannot be repeated."""
+
+
+def equal_layers(model: Any) -> nn.ModuleList | None:
+    """The layers of a decoder, ours or of transformers, if there are many and nothing but their number tells them
+    apart."""
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    inside = {id(each) for one in lists for each in one.modules() if each is not one}
+    outer = [each for each in lists if id(each) not in inside]
+    if not type(model).__module__.startswith(_KNOWN) or len(outer) != 1 or len(outer[0]) <= sum(FEW[:2]):
+        return None
+    layers, config = outer[0], vars(model.config)
+    # What a model reads of its configuration, or of that of its part that reads text, by a layer's number.
+    parts = [config, *(vars(each) for each in config.values() if hasattr(each, "model_type"))]
+    lists = [each for part in parts for each in part.values() if isinstance(each, (list, tuple))]
+    if any(len(each) == len(layers) and each != each[:1] * len(layers) for each in lists):
+        return None
+    own = [{id(tensor) for tensor in (*layer.parameters(), *layer.buffers())} for layer in layers]
+    if sum(map(len, own)) != len(set().union(*own)):
+        return None
+    return layers if all(_same(layers[0], each) for each in layers) else None
+
+
+# A number by which a layer finds its part of a cache, and what peft remembers of where a linear was.
+_PLACES = {("layer_idx", int), ("layer", int), ("target_name", str)}
+_PLAIN = (int, float, str, bool, type(None), set, torch.dtype, torch.device)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Module):
+        return _same(one.__dict__, other.__dict__)
+    if isinstance(one, dict):
+        alike = list(one) == list(other)
+        return alike and all((name, type(each)) in _PLACES or _same(each, other[name]) for name, each in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return _form(one) == _form(other) if isinstance(one, Tensor) else isinstance(one, _PLAIN) and one == other
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+@contextmanager
+def only_first(layers: nn.ModuleList, count: int) -> Iterator[None]:
+    """Let the model have ``count`` of its layers."""
+    with mock.patch.object(layers, "_modules", dict(list(layers._modules.items())[:count])):
+        yield
+
+
+def numbers_of(layers: nn.ModuleList) -> dict[int, int]:
+    """The number of its layer by the id of each parameter and buffer."""
+    return {id(each): number for number, layer in enumerate(layers) for each in (*layer.parameters(), *layer.buffers())}
+
+
+def lengthened(few: Recording, one_more: Recording, more: int) -> Recording | None:
+    """What a model does with ``more`` layers than in ``few``, where ``one_more`` has another; None: not known."""
+    try:
+        work = _lengthened_work(few, one_more, more)
+        tried = _lengthened_events(few, 1)
+        expected = tuple(map(tuple, (one_more.sizes, one_more.categories, one_more.events, one_more.marks)))
+        if tried != expected:
+            return None
+        sizes, categories, events, marks = _lengthened_events(few, more)
+    except _Differs:
+        return None
+    return replace(one_more, sizes=sizes, categories=categories, events=events, marks=marks, work=work)
+
+
+def _runs(layers: Sequence[Layer]) -> Iterator[tuple[Layer, range]]:
+    end = 0
+    for layer, run in groupby(layers):
+        start, end = end, end + sum(1 for _ in run)
+        yield layer, range(start, end)
+
+
+def _lengthened_work(few: Recording, one_more: Recording, more: int) -> tuple[Work, ...]:
+    def of_no_layer(recording: Recording) -> list[Sequence[Work]]:
+        runs = _runs(recording.work_layers)
+        return [recording.work[run.start : run.stop] for layer, run in runs if layer is None]
+
+    def repeated(times: int) -> tuple[Work, ...]:
+        found, rest = [], zip(of_no_layer(few), of_no_layer(one_more), strict=False)
+        for layer, run in _runs(few.work_layers):
+            if layer is None:
+                found += _longer(*next(rest, ((), ())), times)
+            else:
+                found += list(few.work[run.start : run.stop]) * (1 + times * (layer == MIDDLE))
+        return tuple(found)
+
+    if repeated(1) != tuple(one_more.work):
+        raise _Differs
+    return repeated(more)
+
+
+def _longer(few: Sequence[Work], one_more: Sequence[Work], more: int) -> list[Work]:
+    """What is done for all parameters at once: longer lists, and more of what comes once for each."""
+    found: list[Work] = []
+    both = [[(each, sum(1 for _ in run)) for each, run in groupby(work)] for work in (few, one_more)]
+    if len(both[0]) != len(both[1]):
+        raise _Differs
+    for (one, count), (other, longer_count) in zip(*both, strict=True):
+        longer = one if one == other else of_longer_lists(one, other, more)
+        if longer is None:
+            raise _Differs
+        found += [longer] * (count + more * (longer_count - count))
+    return found
+
+
+class _Counterparts:
+    """Storages that neighbouring layers make at the same place of a phase: counted from the side on which the neighbour
+    meets the middle layer, because what comes before all layers and after them counts as the outer ones'."""
+
+    def __init__(self, few: Recording) -> None:
+        self._few = few
+        self._made: dict[tuple[Layer, int], list[int]] = {}
+        self._phase: list[int] = []
+        ends = [start for start, _, _ in few.marks[1:]] + [len(few.events)]
+        for number, ((start, _, _), end) in enumerate(zip(few.marks, ends, strict=True)):
+            for event in few.events[start:end]:
+                if event >= 0:
+                    self._phase.append(number)
+                    self._made.setdefault((few.storage_layers[event], number), []).append(event)
+
+    def in_middle(self, storage: int) -> int:
+        maker, phase = self._few.storage_layers[storage], self._phase[storage]
+        there, here = self._made[maker, phase], self._made.get((MIDDLE, phase), [])
+        is_later = (maker or 0) > MIDDLE
+        from_end = is_later if self._few.marks[phase][2] == "backward" else not is_later
+        at = there.index(storage) - (len(there) if from_end else 0)
+        if not -len(here) <= at < len(here) or self._few.sizes[here[at]] != self._few.sizes[storage]:
+            raise _Differs
+        return here[at]
+
+
+def _lengthened_events(few: Recording, more: int) -> tuple[tuple[Any, ...], ...]:
+    """Sizes, categories, events and marks with the middle layer ``more`` times more often."""
+    sizes: list[int] = []
+    categories: list[str] = []
+    events: list[int] = []
+    first: list[int] = []  # where each event of ``few`` comes first
+    numbers: dict[tuple[int, Layer], int] = {}  # by storage, and by copy of the middle layer
+    counterparts = _Counterparts(few)
+
+    def released(storage: int, killer: Layer, copy: Layer) -> int:
+        maker = few.storage_layers[storage]
+        key: tuple[int, Layer] = storage, None
+        if copy is None and maker == MIDDLE:
+            if killer not in (MIDDLE - 1, MIDDLE + 1):
+                raise _Differs
+            key = storage, 0 if killer < MIDDLE else more
+        elif copy is not None and maker is not None:
+            whose = copy + maker - MIDDLE
+            if 0 <= whose <= more:
+                key = (storage if maker == MIDDLE else counterparts.in_middle(storage)), whose
+        if key not in numbers:
+            raise _Differs
+        return numbers.pop(key)  # a copy that releases what another has released
+
+    runs = list(_runs(few.event_layers))
+    for at, (layer, run) in enumerate(runs):
+        copies: Sequence[Layer] = (None,)
+        if layer == MIDDLE:
+            around = runs[at - 1][0] if at else None, runs[at + 1][0] if at + 1 < len(runs) else None
+            falls = around[0] == MIDDLE + 1 or (around[0] is None and around[1] == MIDDLE - 1)
+            copies = range(more, -1, -1) if falls else range(more + 1)
+        first.extend(range(len(events), len(events) + len(run)))
+        for copy in copies:
+            for event in few.events[run.start : run.stop]:
+                if event >= 0:
+                    numbers[event, copy] = len(sizes)
+                    events.append(len(sizes))
+                    sizes.append(few.sizes[event])
+                    categories.append(few.categories[event])
+                else:
+                    events.append(~released(~event, layer, copy))
+    first.append(len(events))
+    marks = tuple((first[event], step, phase) for event, step, phase in few.marks)
+    return tuple(sizes), tuple(categories), tuple(events), marks
