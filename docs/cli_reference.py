@@ -38,8 +38,9 @@ def section(name: str) -> str:
 
 
 def actions(name: str) -> Iterator[argparse.Action]:
-    """What the parser of command ``name`` takes, in its order, without --help."""
-    return (action for action in make_parser(name)._actions if action.dest != "help")
+    """What the parser of command ``name`` takes, in its order, without --help and what that does not show."""
+    shown = (action for action in make_parser(name)._actions if action.help != argparse.SUPPRESS)
+    return (action for action in shown if action.dest != "help")
 
 
 def row(action: argparse.Action) -> str:

@@ -191,12 +191,15 @@ MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
 DEVICE = "auto, cpu or cuda."
 
 
-def _train_flags(parser: Any) -> None:
+def _train_flags(parser: Any, hidden: bool = False) -> None:
+    """All of `TrainConfig`; ``hidden``: those that ``vb estimate MODEL`` takes for a plan, without help."""
     from vblackwell.train.config import TrainConfig, field_help, flag_of
 
-    texts = field_help()
+    texts = dict.fromkeys(_of_training(), argparse.SUPPRESS) if hidden else field_help()
     presets = "Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings."
     for field in fields(TrainConfig):
+        if field.name not in texts:
+            continue
         flag, text = flag_of(field.name), texts[field.name]
         if field.name == "preset":
             parser.add_argument(flag, type=str, help=presets)
@@ -271,7 +274,8 @@ def _quantize_flags(parser: Any) -> None:
 def _estimate_flags(parser: Any) -> None:
     add = parser.add_argument
     kinds = "Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory."
-    without = "Without one: the largest models for this machine. With --gpu and nothing else of a run: every way."
+    without = "Without one: the largest models for this machine. With --gpu and nothing else of a run: every way. "
+    without += "With flags that only vb train has: the plan of that run."
     add("model", type=str, nargs="?", help=f"{kinds} {without}")
     add("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
     add("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
@@ -290,6 +294,16 @@ def _estimate_flags(parser: Any) -> None:
     _add_switch(parser, "--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
     _add_switch(parser, "--json", "Print the estimate as JSON.")
     _add_switch(parser, "--advice", "Say what would save memory or time; each line costs a trace of the model.", True)
+    _train_flags(parser, hidden=True)
+
+
+def _of_training() -> list[str]:
+    """Settings of ``vb train`` that are not ``vb estimate``'s own: with one of them its answer is that run's plan."""
+    from vblackwell.train.config import TrainConfig
+
+    own = {"batch_size", "seq_length", "precision", "gradient_checkpointing", "host_memory", "disk_memory"}
+    own |= {"preset", "model", "plan", "inspect_data"}
+    return [field.name for field in fields(TrainConfig) if field.name not in own]
 
 
 def _estimate(given: dict[str, Any]) -> int:
@@ -313,6 +327,10 @@ def _estimate(given: dict[str, Any]) -> int:
             fields = None if given["model"] in PRESETS else fields_of(given["model"])
             if fields is not None:
                 return ways_command(given["model"], fields, *values, as_json=bool(as_json))
+        if not set(_of_training()).isdisjoint(given):
+            from vblackwell.train.plan import plan_command
+
+            return plan_command(given)
         from vblackwell.planner.estimate.command import estimate_command
 
         given["as_json"] = given.pop("json", False)

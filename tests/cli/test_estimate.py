@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from tests.cli.test_bad_input import refused
+from tests.cli.test_folders import folders  # noqa: F401 - a fixture
 from vblackwell.trace.trace import CATEGORIES
+from vblackwell.units import MiB
 
 PARTS = (*CATEGORIES, "fragmentation", "context")
 QUICK = ["--batch-size", "2", "--seq-length", "64"]
@@ -153,3 +156,52 @@ def test_a_config_that_lacks_a_field(place):
     )
     (place.folder / "config.json").write_text("{")
     refused(place, ["estimate", "config.json"], "is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("qwen3", ["--lora", "4", "--use-fp4", "--mixed-precision"]),
+        (None, ["--accumulation-steps", "2", "--gradient-checkpointing"]),
+    ],
+)
+def test_flags_of_a_run_give_its_plan(kind, flags, place, folders):  # noqa: F811
+    """To the byte. Seconds are measured in each process; of one way to go nothing depends on them."""
+    levels = ["--fast-memory", "1MiB", "--host-memory", "8MiB", "--disk-memory", "0", "--device", "cpu"]
+    flags = [*flags, *levels, "--placement", "streamed", "--update", "host", "--seq-length", "32"]
+    if kind is None:
+        shape = ["--architecture", "{num_layers: 3, hidden_size: 32, intermediate_size: 64, num_heads: 2}"]
+        flags += [*shape, "--vocab-size", "300"]
+    model = [] if kind is None else ["--model", str(folders(kind))]
+    made = place.vb("train", *model, "--data", str(place.corpus), *flags, "--plan").stdout
+    told = place.vb("estimate", *(model[1:] or ["tiny"]), *flags).stdout
+    plans = [re.findall(r"plan: .*|level 0 .*?RAM [\d.]+ \S+(?=$|;)", text, re.MULTILINE) for text in (made, told)]
+    assert len(plans[0]) == 3 and plans[0] == plans[1], (made, told)
+    found = json.loads(place.vb("estimate", *(model[1:] or ["tiny"]), *flags, "--json").stdout)
+    assert found["choice"]["placement"] == "streamed" and found["bounds"] == {"gpu": MiB, "host": 8 * MiB, "disk": 0}
+
+
+def test_a_run_is_planned_for_a_card_by_name(place):
+    """Of a known model, whose weights nobody has."""
+    flags = [
+        "--gpu",
+        "RTX 3060",
+        "--ram",
+        "32GiB",
+        "--disk",
+        "0",
+        "--lora",
+        "8",
+        "--mixed-precision",
+        "--batch-size",
+        "2",
+    ]
+    text = place.vb("estimate", "qwen2.5-0.5b", *flags).stdout
+    assert re.match(r"qwen2.5-0.5b, 494,032,768 parameters, on RTX 3060\nplan: resident, 2 sequences", text), text
+    assert "rates: data sheet of RTX 3060" in text
+    for wrong, reason in (
+        (["--html", "page.html"], "--html belongs to an estimate of plain PyTorch"),
+        (["--lora", "8", "--precision", "autocast"], "--precision 'autocast' is not one of auto, fp32, bf16, fp16"),
+        (["--use-fp4", "--fp8-activations"], "RTX 3060 has no FP8 tensor cores"),
+    ):
+        refused(place, ["estimate", "qwen2.5-0.5b", *flags, *wrong], reason)

@@ -8,7 +8,7 @@ import torch
 from vblackwell import cli
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine import device as machine
-from vblackwell.machine.device import choose_precision, hold_cap
+from vblackwell.machine.device import choose_precision, has_bf16, hold_cap
 from vblackwell.machine.facts import GPUFacts
 from vblackwell.units import GiB
 
@@ -81,14 +81,14 @@ def test_launchers_are_refused():
 
 
 def test_precision_by_device(monkeypatch):
-    assert choose_precision("auto", False, CPU) is None
-    assert choose_precision("auto", True, CPU) is torch.bfloat16
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert choose_precision("auto", True, cuda) is torch.float16
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert choose_precision("auto", True, cuda) is torch.bfloat16
-    assert choose_precision("fp16", False, cuda) is torch.float16
+    assert choose_precision("auto", False, bf16=True) is None
+    assert choose_precision("auto", True, bf16=True) is torch.bfloat16
+    assert choose_precision("auto", True, bf16=False) is torch.float16
+    assert choose_precision("fp16", False, bf16=True) is torch.float16
+    for capability, has in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert has_bf16(torch.device("cuda", 0)) is has
+    assert has_bf16(CPU)
 
 
 # -- the cap of a process ----------------------------------------------------------------------------------------------

@@ -89,12 +89,7 @@ def adapt(
     it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the folder ``values``, or what ``seed`` draws.
     Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
     installed."""
-    model.requires_grad_(False)
-    config = {} if lora is None else add_adapters(model, lora, name)
-    packed: dict[str, str | None] = {}
-    if packing is not None:
-        tiled = device.type == "cuda" and packing.format in ("nvfp4", "mxfp4")
-        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, **rounds)
+    config, packed = put_adapters(model, lora, packing, name, on_gpu=device.type == "cuda", **rounds)
     fitting = None
     if lora is not None:
         how = how_packed(packing, **rounds)
@@ -104,6 +99,19 @@ def adapt(
             check_base(values, weights.folder, name)
             _compare_packing(values, made.how)
     return _filling(model, weights, seed, device, fitting)
+
+
+def put_adapters(
+    model: nn.Module, lora: Lora | None, packing: Packing | None, name: str, *, on_gpu: bool, **rounds: bool
+) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """What `adapt` makes of a ``model`` on meta, without what fills it: peft's configuration, and the linears that were
+    packed, with the reason where one was not. Raises as `adapt`."""
+    model.requires_grad_(False)
+    config = {} if lora is None else add_adapters(model, lora, name)
+    if packing is None:
+        return config, {}
+    tiled = on_gpu and packing.format in ("nvfp4", "mxfp4")
+    return config, store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, **rounds)
 
 
 def read_lora(folder: Path) -> Lora:

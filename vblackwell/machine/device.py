@@ -100,12 +100,16 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
 
 
+BF16_CAPABILITY = 8, 0
+
+
 def has_bf16(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
 
 
-def choose_precision(precision: str, mixed_precision: bool, device: torch.device) -> torch.dtype | None:
-    """The compute type that both flags mean on ``device``; None: the weights' own fp32; fp16 needs loss scaling."""
+def choose_precision(precision: str, mixed_precision: bool, *, bf16: bool) -> torch.dtype | None:
+    """The compute type that both flags mean on a device that has ``bf16`` or not; None: the weights' own fp32; fp16
+    needs loss scaling."""
     if precision == "auto":
-        precision = ("bf16" if has_bf16(device) else "fp16") if mixed_precision else "fp32"
+        precision = ("bf16" if bf16 else "fp16") if mixed_precision else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -41,20 +41,33 @@ def make_training_plan(
     """The fastest way to run ``config`` here, of a ``model`` as it will be put into a stack, on the CPU or on meta.
     Raises InsufficientMemory: none fits; Untraceable: the model cannot be traced without its bytes.
     """
-    has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
-    undo = compute_dtype is not torch.float16  # a scaled loss means a factor at the step: nothing is updated before it
     bounds, disk = bounds_of(config, device), None
     if bounds.disk:
         disk = functools.cache(lambda: _disk_rates(config.disk_path or limits.default_disk_path(), rates, say))
-    machine = Machine(bounds, rates, has_gpu, undo, config.max_grad_norm > 0, disk)
-    capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else NUM_SMS
+    if device.type != "cuda":
+        return plan_on(Machine(bounds, rates, has_gpu=False, disk=disk), config, model, compute_dtype)
+    machine = Machine(bounds, rates, disk=disk, capability=torch.cuda.get_device_capability(device))
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return plan_on(machine, config, model, compute_dtype, num_sms)
+
+
+def plan_on(
+    machine: Machine,
+    config: TrainConfig,
+    model: nn.Module,
+    compute_dtype: torch.dtype | None,
+    num_sms: int = NUM_SMS,
+) -> Plan:
+    """`make_training_plan` for any ``machine``, whose bounds are the run's."""
+    undo = compute_dtype is not torch.float16  # a scaled loss means a factor at the step: nothing is updated before it
+    machine = replace(machine, undo=undo, may_clip=config.max_grad_norm > 0)
     wide, spec = "fp32" if compute_dtype is None else "bf16", spec_of(model, config.name)
-    run = Run(spec, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
+    seen = {"capability": machine.capability, "expandable": True, "num_sms": num_sms}
+    run = Run(spec, config.seq_length, precision=wide, **seen)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
-        return forecast.plan(_space(config, model, forecast, has_gpu))
+        return forecast.plan(_space(config, model, forecast, machine.has_gpu))
 
 
 def planned_sizes(plan: Plan) -> dict[str, Any]:

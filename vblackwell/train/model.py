@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.data.corpus import Corpus
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
 from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.generate.adapters import adapt, adapted
+from vblackwell.generate.adapters import adapt, adapted, put_adapters
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.generate.load import model_on_meta
 from vblackwell.generate.quantized import Packing
@@ -50,11 +49,11 @@ class TrainableModel:
     folder: Path | None = None
 
 
-def preset_model(config: TrainConfig, corpus: Corpus) -> TrainableModel:
+def preset_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None = None) -> TrainableModel:
     """The preset's model in fp32, drawn from the run's seed as the stack loads it."""
     preset = find_preset(config.preset)
     longest = max(config.seq_length, preset.max_position)
-    shape = replace(preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id)
+    shape = replace(preset, vocab_size=vocab_size, max_position=longest, eos_token_id=eos_token_id)
     changed: dict[str, Any] = dict(config.architecture or {})
     known = [each.name for each in fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
     for name, value in changed.items():
@@ -143,13 +142,18 @@ def _adapt(
     config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
 ) -> TrainableModel:
     assert config.lora is not None and config.model is not None
-    assert isinstance(found.initialize, FolderWeights)
     model, given, form = found.model, Path(config.model), "mxfp4" if config.fp8_activations else "nvfp4"
+    lora = Lora.parse(config.lora)
+    packing = Packing(form, config.fp4_layers, config.keep) if config.use_fp4 else None
+    if found.initialize is None:  # nothing fills it: it is planned for
+        put_adapters(model, lora, packing, config.model, on_gpu=device.type == "cuda", w4a8=config.fp8_activations)
+        return found
+    assert isinstance(found.initialize, FolderWeights)
     fill = adapt(
         model,
         found.initialize,
-        Lora.parse(config.lora),
-        Packing(form, config.fp4_layers, config.keep) if config.use_fp4 else None,
+        lora,
+        packing,
         device,
         name=str(given.resolve()) if given.is_dir() else config.model,
         seed=config.seed,

@@ -18,7 +18,7 @@ from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
 from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device
-from vblackwell.machine.device import cap_process, choose_precision
+from vblackwell.machine.device import cap_process, choose_precision, has_bf16
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
@@ -85,7 +85,7 @@ def decide(
     """Data, model and, where the flags ask for one, the plan, which is told. Raises as `prepare`."""
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
-    compute_dtype = choose_precision(config.precision, config.mixed_precision, device)
+    compute_dtype = choose_precision(config.precision, config.mixed_precision, bf16=has_bf16(device))
     if config.fp8_activations:
         check_device(device, "--fp8-activations", compute_dtype or torch.float32)
         rows = config.batch_size * config.seq_length
@@ -96,7 +96,8 @@ def decide(
     with stop.interrupting():
         corpus, train, validation = open_data(config, found, progress)
     torch.manual_seed(config.seed)
-    found = convert_linears(config, found or preset_model(config, corpus), device, progress.say)
+    found = found or preset_model(config, corpus.vocab_size, corpus.end_of_text_id)
+    found = convert_linears(config, found, device, progress.say)
     plan = None
     if config.vgpu_auto or config.auto_batch_size:
         try:

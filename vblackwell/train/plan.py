@@ -1,0 +1,86 @@
+"""``vb estimate MODEL`` with flags that only ``vb train`` has: the plan of that run, without its data and its weights,
+on this machine or on a card by name.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders.folder import find_folder, read_json
+from vblackwell.generate.load import model_on_meta
+from vblackwell.kernels.fp4.w4a8 import FP8_CAPABILITY
+from vblackwell.machine.device import BF16_CAPABILITY, choose_device, choose_precision, has_bf16
+from vblackwell.machine.gpus import context_bytes, find_gpu
+from vblackwell.machine.rates import rates_of
+from vblackwell.nn.decoder.config import PRESETS, DecoderConfig, not_supported_reasons
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.planner.forecast import Machine
+from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.placement import Plan
+from vblackwell.trace.causal_lm import build_causal_lm, check_fields
+from vblackwell.train.auto import bounds_of, make_training_plan, plan_on
+from vblackwell.train.config import TrainConfig, flag_of, resolve
+from vblackwell.train.model import TrainableModel, convert_linears, preset_model, trainable
+
+OTHERS = ("optimizer", "gpu_memory", "gpus", "topology", "html", "expandable_segments", "advice")  # of vb estimate
+
+
+def plan_command(given: dict[str, Any]) -> int:
+    """Print what ``vb train --vgpu-auto`` would choose; 0. ``given``: flags of both commands by field name, and
+    ``model``. Raises ConfigurationError: a flag of the other answers of ``vb estimate``, a model that ``vb train`` does
+    not take; others as `make_training_plan`.
+    """
+    for name in OTHERS:
+        if name in given:
+            said = "belongs to an estimate of plain PyTorch, and other flags here are of vb train alone"
+            raise ConfigurationError(f"{flag_of(name)} {said}: drop the one or the others")
+    as_json, gpu, model = given.pop("json", False), given.pop("gpu", None), given.pop("model")
+    config = resolve({"config" if model in PRESETS else "model": model, **given, "vgpu_auto": True})
+    where, parameters, plan = _plan(config, gpu, functools.partial(print, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps({"model": model, "parameters": parameters, "machine": where} | plan.as_dict(), indent=2))
+    else:
+        print("\n".join([f"{model}, {parameters:,} parameters, on {where}", *plan.lines()]))
+    return 0
+
+
+def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> tuple[str, int, Plan]:
+    """The machine in words, the model's parameters, and the plan."""
+    card = None if gpu is None else find_gpu(gpu)
+    device = choose_device(config.device, say) if card is None else torch.device("cuda")
+    has = has_bf16(device) if card is None else card.capability >= BF16_CAPABILITY
+    dtype = choose_precision(config.precision, config.mixed_precision, bf16=has)
+    if card is not None and config.fp8_activations and card.capability < FP8_CAPABILITY:
+        raise Unsupported(f"--fp8-activations: {card.name} has no FP8 tensor cores: leave it out")
+    found = _model_of(config)
+    count = sum(parameter.numel() for parameter in found.model.parameters())
+    model = convert_linears(config, found, device, say).model
+    if card is None:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine, without a GPU"
+        return where, count, make_training_plan(config, model, dtype, device, say)
+    room, here = card.total_bytes - context_bytes(card.capability), bounds_of(config, torch.device("cpu"))
+    bounds = replace(here, gpu=room if config.fast_memory is None else min(int(config.fast_memory), room))
+    machine = Machine(bounds, rates_of(card), capability=card.capability)
+    return card.name, count, plan_on(machine, config, model, dtype, card.num_sms)
+
+
+def _model_of(config: TrainConfig) -> TrainableModel:
+    """The run's model on meta, without what fills it."""
+    if config.model is None:
+        return replace(preset_model(config, config.vocab_size), initialize=None)
+    fields = KNOWN_MODELS.get(config.model)
+    if fields is None and Path(config.model).suffix == ".json":
+        fields = read_json(Path(config.model))
+    if fields is None:
+        return trainable(model_on_meta(find_folder(config.model), torch.float32))
+    check_fields(fields, config.model, (("vocab_size",),))
+    if not_supported_reasons(fields):
+        return trainable(build_causal_lm(dict(fields), config.model, torch.float32).train())
+    return trainable(Decoder(DecoderConfig.from_hf(fields), device="meta", dtype=torch.float32))
