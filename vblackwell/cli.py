@@ -251,6 +251,7 @@ def _generate_flags(parser: Any) -> None:
 def _doctor_flags(parser: Any) -> None:
     _add_switch(parser, "--json", "Print the findings as JSON.")
     parser.add_argument("--disk-path", type=str, default=".", help="Folder whose disk is measured.")
+    _add_switch(parser, "--predictions", "Print how far plans were from what runs here measured, and measure nothing.")
 
 
 def _quantize_flags(parser: Any) -> None:

@@ -267,9 +267,21 @@ def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
         {"level": "cpu", "peak_bytes": 400_000},
         {"level": "ssd", "peak_bytes": 7},
     ]
-    found = compare(plan, {"gpu_peak_bytes": None, "levels": levels}, [1.0, 2.0, 50.0, 70.0, 60.0])
+    report = {"gpu_peak_bytes": None, "levels": levels}
+    speeds = [1.0, 2.0, 50.0, 70.0, 60.0]
+    found = compare(plan, report, [(speed, False) for speed in speeds])
     assert found["gpu_bytes"]["measured"] == 60_000 and found["host_bytes"]["measured"] == 400_000
-    assert found["tokens_per_second"]["measured"] == 60.0
+    assert found["tokens_per_second"] == {"predicted": plan.prediction.tokens_per_second, "measured": 60.0}
+    # One that may clip otherwise: the first two steps do not count, and of three the most decide.
+    plan = replace(plan, prediction=replace(plan.prediction, clipped_seconds=2 * plan.prediction.step_seconds))
+    usual = plan.prediction.tokens_per_second
+    for clips, share, speed, other in (
+        ((1, 1, 0, 1, 0), 1 / 3, usual, usual / 2),
+        ((0, 0, 1, 1, 0), 2 / 3, usual / 2, usual),
+    ):
+        found = compare(plan, report, list(zip(speeds, map(bool, clips), strict=True)))
+        assert found["clipped_share"] == share and found["otherwise_tokens_per_second"] == pytest.approx(other)
+        assert found["tokens_per_second"]["predicted"] == pytest.approx(speed)
 
 
 def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):

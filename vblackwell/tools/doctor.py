@@ -25,12 +25,17 @@ from vblackwell.offload.measure import (
     host_adamw_gparams,
     host_copy_gbps,
 )
+from vblackwell.planner.predictions import kept_predictions, prediction_lines
 from vblackwell.units import GiB, format_bytes
 
 
-def doctor(json: bool = False, disk_path: str = ".") -> int:
-    """Run ``vb doctor``, in about ten seconds; progress goes to standard error. Raises ConfigurationError:
-    ``disk_path`` does not exist."""
+def doctor(json: bool = False, disk_path: str = ".", predictions: bool = False) -> int:
+    """Run ``vb doctor``, in about ten seconds; progress goes to standard error. ``predictions``: print how far plans
+    were from what runs here measured, and look at nothing. Raises ConfigurationError: ``disk_path`` does not exist."""
+    if predictions:
+        kept = kept_predictions()
+        print(dumps(kept, indent=2) if json else "\n".join(prediction_lines(kept)))
+        return 0
     memory, disk, gpus = facts.memory_facts(), facts.disk_facts(Path(disk_path)), facts.list_gpus()
     reason = facts.why_no_cuda(gpus)
     if reason is None:

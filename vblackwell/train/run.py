@@ -24,6 +24,7 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
 from vblackwell.planner.placement import Plan
+from vblackwell.planner.predictions import NUMBERS, keep_prediction
 from vblackwell.train.checkpoint import export_final, finished_step, load_newest, refuse_full_disk, write_checkpoint
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
@@ -118,11 +119,12 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     if config.profile:
         step_context = cleanup.enter_context(tracing(folder.path / TRACE, prepared.device, progress.say))
     losses: dict[str, float] = {}
-    speeds: list[float] = []
+    steps_seen: list[tuple[float, bool]] = []  # tokens/s, and whether it clipped
 
     def record(line: StepRecord) -> None:
         metrics.write(line)
-        speeds.append(line.tokens_per_second)
+        clips = line.grad_norm is not None and 0 < config.max_grad_norm < line.grad_norm
+        steps_seen.append((line.tokens_per_second, clips))
         for name, value in (("loss", line.loss), ("val_loss", line.val_loss)):
             if value is not None:
                 losses.setdefault(f"first_{name}", value)
@@ -158,7 +160,10 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     run["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = make_report(prepared.stack.get_stats(), engine.summary(), run)
     if prepared.plan is not None:
-        report["plan"] = compare(prepared.plan, report, speeds)
+        report["plan"] = compare(prepared.plan, report, steps_seen)
+        on_gpu = prepared.device.type == "cuda"
+        where = torch.cuda.get_device_name(prepared.device) if on_gpu else "CPU"
+        keep_prediction(where, prepared.plan.rates, report["plan"])
     folder.write_json(REPORT, report)
     progress.say("\n".join(report_lines(report)))
     _sample(prepared, progress)
@@ -208,23 +213,28 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
     }
 
 
-def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
-    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have: of
-    the GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
+def compare(plan: Plan, report: dict[str, Any], steps: list[tuple[float, bool]]) -> dict[str, Any]:
+    """The plan's choice, and what it predicted next to what ``report`` and the ``steps`` have (tokens/s, and whether
+    each clipped): of the GPU what torch reserved, or of the arena; of the stack's RAM level what it held; the speed of
+    steps that clip where most of them did.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
-    steady = speeds[2:] or speeds  # a run's first steps are slower than the others
+    steady = steps[2:] or steps  # a run's first steps are slower than the others
+    clipped = sum(clips for _, clips in steady) / max(1, len(steady))
     level0, *below = report["levels"]
     measured = {
         "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"],
         "host_bytes": sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu")),
-        "tokens_per_second": statistics.median(steady) if steady else None,
+        "tokens_per_second": statistics.median(speed for speed, _ in steady) if steady else None,
     }
-    predicted = zip(measured, (said.gpu, said.host, said.tokens_per_second), strict=True)
+    either = said.tokens_per_second, None if said.clipped_seconds is None else said.tokens / said.clipped_seconds
+    speed, other = either[::-1] if clipped > 0.5 and either[1] is not None else either
+    predicted = zip(measured, (said.gpu, said.host, speed), strict=True)
     return {
         "choice": str(plan.choice),
         **{name: {"predicted": value, "measured": measured[name]} for name, value in predicted},
-        "clipped_tokens_per_second": None if said.clipped_seconds is None else said.tokens / said.clipped_seconds,
+        "clipped_share": clipped,
+        "otherwise_tokens_per_second": other,  # predicted of the other kind of step
     }
 
 
@@ -259,10 +269,12 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     if "plan" not in report:
         return lines
     found, rows = report["plan"], [("plan", "predicted", "measured", "off by")]
-    for name, text in (("gpu_bytes", "GPU or arena"), ("host_bytes", "RAM level"), ("tokens_per_second", "tokens/s")):
+    for name, text in NUMBERS.items():
         said, was = found[name]["predicted"], found[name]["measured"]
         show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
         rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
     lines += ["", *columns(rows, right=(1, 2, 3))]
-    clipped = found["clipped_tokens_per_second"]
-    return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]
+    other, share = found["otherwise_tokens_per_second"], found["clipped_share"]
+    when = "none clips" if share > 0.5 else "steps clip"
+    said = [] if other is None else [f"{share:.0%} of the steps clipped; predicted while {when}: {other:,.0f} tokens/s"]
+    return lines + said
