@@ -50,8 +50,8 @@ def make_training_plan(
     machine = Machine(bounds, rates, has_gpu, undo, config.max_grad_norm > 0, disk)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else NUM_SMS
-    wide, spec = "fp32" if compute_dtype is None else "bf16", spec_of(model, config.name)
-    run = Run(spec, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
+    spec, precision = spec_of(model, config.name), precision_of(compute_dtype)
+    run = Run(spec, config.seq_length, precision=precision, capability=capability, expandable=True, num_sms=num_sms)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
         return forecast.plan(_space(config, model, forecast, has_gpu))
@@ -64,6 +64,11 @@ def planned_sizes(plan: Plan) -> dict[str, Any]:
         return {}
     sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
     return sizes | {"activation_bytes": waiting if choice.activations == "host" else 0}
+
+
+def precision_of(compute_dtype: torch.dtype | None) -> str:
+    """What `Run` calls it."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute_dtype or torch.float32, "fp32")
 
 
 def spec_of(model: nn.Module, name: str) -> ModelSpec:
