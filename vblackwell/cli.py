@@ -284,7 +284,7 @@ def _estimate_flags(parser: Any) -> None:
     add("--seq-length", type=int, default=1024, help="Tokens in one sequence.")
     optimizers = "adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor."
     add("--optimizer", type=str, default="adamw", help=optimizers)
-    add("--precision", type=str, default="fp32", help="fp32, bf16 (weights too) or autocast (to bf16).")
+    add("--precision", type=str, default="fp32", help="fp32, bf16 or fp16 (weights too), or autocast (to bf16).")
     ram = "RAM for an offload stack, e.g. 32GiB; without a model, of the machine."
     add("--host-memory", "--ram", type=str, help=ram)
     add("--disk-memory", "--disk", type=str, help="Disk for an offload stack.")

@@ -135,7 +135,7 @@ class Offload:
         self.storage = storage
         self.device = stack.level0_device
         self.activations = activations
-        self._slice_rows = found.slice_rows
+        self._found, self._slice_rows = found, found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
         budget = Level0Budget(stack, storage)
@@ -391,18 +391,14 @@ class Offload:
         """
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
-        groups = list(dict.fromkeys(slot.group for slot in slots))
+        wanted = {slot.group for slot in slots}
+        groups = [group for group in self.groups if group in wanted]
         masters.refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0.groups)
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
-        # Updates after the backward that have no rollback: gradients of groups on level 0 never leave it.
-        final = optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
-        on_host = [group for group in groups if not final or self._needs_gradient_on_host(group)]
-        sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
         # What parameters that are added later will need, too: host memory through which that spills is not given back.
         rest = [group for group in self.groups if group.trainable() and group not in groups]
-        ranges = [(group, "gradient") for group in rest] + moment_ranges(rest)
-        later = sums + [pair for pair in ranges if pair not in self.storage]
-        self.storage.reserve([(group, "gradient") for group in on_host] + fresh, later)
+        now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
+        self.storage.reserve(now + fresh, [pair for pair in then + moment_ranges(rest) if pair not in self.storage])
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()
@@ -423,12 +419,9 @@ class Offload:
         if tasks:
             self.worker.drain()
 
-    def _needs_gradient_on_host(self, group: Group) -> bool:
-        """Whether gradients need a range even where every update follows its backward at once."""
-        level0 = self.level0
-        if group in self._slice_rows or level0 is None or group not in level0.groups:
-            return True
-        return group in level0.deferred
+    def _gradient_ranges(self, groups: list[Group], optimizer: Any) -> list[tuple[Group, str]]:
+        undo = optimizer.undo or not optimizer.update_in_backward
+        return self._found.gradient_ranges(groups, optimizer.accumulation_steps, undo=undo)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -456,6 +449,7 @@ class Offload:
             "groups": len(self.groups),
             "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
             "weights_budget_bytes": self.weights.budget_bytes,
+            "ring_bytes": self._found.ring_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.storage.plan.bytes_by_level(),
             "formats": formats_summary(self.groups),

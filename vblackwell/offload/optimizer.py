@@ -111,8 +111,7 @@ class VGPUAdamW(torch.optim.AdamW):
         # What torch refuses it has refused by now, while an earlier optimizer still has its states.
         self._replace_earlier()
         self._adopts = True
-        for group in self.param_groups:
-            self._adopt(group)
+        self._adopt(self.param_groups)
 
     def _replace_earlier(self) -> None:
         """An earlier optimizer loses all its parameters and their states; Unsupported: it has others as well."""
@@ -145,18 +144,19 @@ class VGPUAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         if self._adopts:
             try:
-                self._adopt(self.param_groups[-1])
+                self._adopt(self.param_groups[-1:])
             except BaseException:
                 for param in self.param_groups.pop()["params"]:
                     self._group_of.pop(param, None)
                     self._slots.pop(param, None)
                 raise
 
-    def _adopt(self, group: dict[str, Any]) -> None:
+    def _adopt(self, groups: list[dict[str, Any]]) -> None:
+        """Take ``groups``, all of a model at once: where its states are is one decision."""
         fresh: dict[Offload, list[Slot]] = {}
         residents: dict[Resident, list[Tensor]] = {}
-        for param in group["params"]:
-            self._group_of[param] = group
+        self._group_of |= (group_of := {param: group for group in groups for param in group["params"]})
+        for param in group_of:
             if (found := engine_and_slot(param)) is not None:
                 self._slots[param] = found[1]
                 fresh.setdefault(found[0], []).append(found[1])

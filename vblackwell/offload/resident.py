@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups, formats_summary, moment_ranges
+from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups, formats_summary, moment_ranges, weight_ranges
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.gradients import gradient_norm
@@ -72,10 +72,7 @@ class Resident:
         self._states: dict[Slot, dict[str, Tensor]] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
-        ranges = [(group, "weight") for group in self.groups]
-        for group in self.groups:
-            if group.trainable() and group.needs_master:
-                ranges.append((group, group.master_kind))
+        ranges = weight_ranges(self.groups)
         self.storage.reserve(ranges)
         self._hooks: dict[Slot, Any] = {}
         opened = {group: dict[str, Tensor]() for group in self.groups}

@@ -9,7 +9,7 @@ into `Shadows`, which the step makes the group's ranges, or, if every backward i
 into the ranges themselves.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vblackwell.errors import StepAbandoned
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.layout.placement import StreamedPlacement, shadowed_groups
+from vblackwell.offload.layout.placement import StreamedPlacement
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.host_updates import HostUpdates
@@ -58,9 +58,7 @@ class StepControl(Mover):
         if level0 is not None:
             budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
             budget.free_spare = level0.free_shadows
-        # A half of their gradient is none to update from: each site sends its own.
-        uses = Counter(group for site in found.sites for group in site.groups)
-        self._sent_twice = {group for group in found.slice_rows if uses[group] > 1}
+        self._found = found
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self._rolled_back = False  # updates that began before the step that is awaited
@@ -135,7 +133,7 @@ class StepControl(Mover):
         source = self.source
         if not source.update_in_backward or self._forwards < source.accumulation_steps or source.loss_scale != 1.0:
             return False
-        if self._clips_again or group in self._sent_twice:
+        if self._clips_again or group in self._found.sent_twice:
             return False
         if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
             return False
@@ -185,9 +183,9 @@ class StepControl(Mover):
     @cached_property
     def _shadowed(self) -> set[Group]:
         """Groups whose shadows have room. Asked when gradients and states are placed and a forward has run."""
-        level0, plan = self.level0, replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
-        early = [group for group in self._groups if level0 is None or group not in level0.deferred]
-        found = shadowed_groups(filter(Group.all_trainable, early), plan)
+        # What is set aside for checkpoints' inputs is taken by them at this time.
+        plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)), set_aside_bytes=0)
+        found = self._found.shadowed(plan)
         self.host_updates.shadows.bring_pages(reversed(found))  # in the order of backward
         return set(found)
 

@@ -18,7 +18,15 @@ from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout import placement as layout
 from vblackwell.offload.layout.forecast import StepForecast, forecast_step
-from vblackwell.offload.layout.groups import Formats, Group, find_groups, num_elements, range_bytes, supports
+from vblackwell.offload.layout.groups import (
+    Formats,
+    Group,
+    bytes_when_resident,
+    find_groups,
+    moment_ranges,
+    num_elements,
+    weight_ranges,
+)
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
 from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
@@ -54,11 +62,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placed:
-    """A choice with its sizes: bytes of the GPU, expected and to plan for; of a streamed one those of its step."""
+    """A choice with its sizes: bytes of the GPU, expected and to plan for; of a streamed one those of level 0 among
+    them, and its step."""
 
     choice: Choice
     gpu: int
     p99: int
+    level0: int = 0
     step: StepForecast | None = None
     waiting: int = 0
 
@@ -138,8 +148,6 @@ class Forecast:
         """Where the bytes of ``choice`` are, or what it lacks; ``trace``: of its step, where only the bytes matter."""
         formats = Formats(choice.states, self._masters)
         try:
-            if not supports(formats, [p.dtype for p in self.model(choice.checkpointing).parameters()]):
-                return Lacking(f"is refused: {choice.states} states need bf16 or fp32 weights")
             place = self._place_resident if choice.placement == "resident" else self._place_streamed
             return place(choice, formats, trace)
         except InsufficientMemory as error:
@@ -183,25 +191,21 @@ class Forecast:
         return choice.batch_size * choice.accumulation_steps * self.run.seq_length
 
     def _place_resident(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
-        machine, state, trained, widths = self.machine, 0, 0, [4]
-        for param in self.model(choice.checkpointing).parameters():
-            width, count = param.element_size(), param.numel()
-            state += count * width
-            if param.requires_grad:
-                widths.append(width)
-                trained += count
-                master = {2: 2, 4: 0}.get(width, 4) if not formats.stochastic else 0
-                state += count * master + sum(range_bytes(kind, count, width) for kind in formats.moments)
-        asked = state + trained * (WIDE_GRADIENT + 2)  # what the stack asks level 0 to have
-        gpu = p99 = asked  # without a GPU gradients are outside the arena, but asked for
+        machine, model, groups = self.machine, self.model(choice.checkpointing), self.groups(choice)
+        (level0,) = layout.spaces([machine.bounds.gpu], on_gpu=machine.has_gpu)
+        ranges = weight_ranges(groups) + moment_ranges([group for group in groups if group.trainable()])
+        gpu = sum(level0.held_bytes(group.size_of(kind)) for group, kind in ranges)
+        asked = max(gpu, bytes_when_resident(model, None, formats))  # with gradients, which no arena holds
+        p99 = asked
         if machine.has_gpu:
             held = choice.accumulation_steps > 1
+            width = min((p.element_size() for p in model.parameters() if p.requires_grad), default=WIDE_GRADIENT)
             trace = trace or self.trace(choice.checkpointing, choice.batch_size)
-            gpu = state + peak_with_gradients(trace, WIDE_GRADIENT / min(widths), held)
+            gpu += peak_with_gradients(trace, WIDE_GRADIENT / min(WIDE_GRADIENT, width), held)
             p99 = int(gpu * RESIDENT_P99) + P99_BYTES
         if p99 > machine.bounds.gpu:
             return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
-        return Placed(replace(choice, level0_bytes=align_up(asked, MiB)), gpu, p99)
+        return Placed(replace(choice, level0_bytes=min(align_up(asked, MiB), machine.bounds.gpu)), gpu, p99)
 
     def _place_streamed(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         """With the sizes of ``choice``, if it has some. Raises InsufficientMemory where a level is too small."""
@@ -227,8 +231,10 @@ class Forecast:
             on_gpu=machine.has_gpu,
             host_norms=machine.may_clip and not machine.has_gpu,  # a GPU takes the norms before gradients leave it
         )
-        gpu = found.bytes_of(0) + step
-        return Placed(choice, gpu, int(gpu * STREAMED_P99) + P99_BYTES if machine.has_gpu else gpu, found, waiting)
+        level0 = min(found.bytes_of(0), choice.level0_bytes)  # what it lets in ends at its capacity
+        gpu, choice = level0 + step, replace(choice, weight_bytes=found.lanes.weight_budget)
+        p99 = int(gpu * STREAMED_P99) + P99_BYTES if machine.has_gpu else gpu
+        return Placed(choice, gpu, p99, level0, found, waiting)
 
     def _streamed_prediction(self, placed: Placed, found: StepForecast, in_full: bool) -> Prediction:
         machine, bounds, rates, lanes = self.machine, self.machine.bounds, self.machine.rates, found.lanes
@@ -236,16 +242,14 @@ class Forecast:
         if machine.disk is not None and lanes.uses_disk:
             disk_read, disk_write = machine.disk()
             rates = replace(rates, disk_read=disk_read, disk_write=disk_write)
-        # Shadows take what is free, of a disk too, and in RAM inputs of checkpoints come before them.
         host = found.bytes_of(1) + placed.waiting
-        host -= min(found.shadow_bytes(1), max(0, host - bounds.host))
         times = simulate(lanes, rates)
         seconds, busy = times.step_seconds, {lane: share for lane, share in times.busy.items() if share}
         if not machine.has_gpu:  # every lane is the same cores, and one works after the other
             together = sum(busy.values())
             seconds, busy = together * seconds, {lane: share / together for lane, share in busy.items()}
         written = sum(group.disk_write for group in lanes.groups)
-        gpu, p99 = min(placed.gpu, bounds.gpu), min(placed.p99, bounds.gpu)  # what level 0 lets in ends at its capacity
+        gpu, p99 = min(placed.gpu, bounds.gpu), min(placed.p99, bounds.gpu)
         clipped = simulate(replace(lanes, clips=True), rates).step_seconds if in_full and machine.may_clip else None
         hidden = disk_hidden_from(lanes, rates, tokens) if in_full and written else 0
         sizes = gpu, p99, host, placed.disk
@@ -255,16 +259,15 @@ class Forecast:
         """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
-        passing = max((layout.passing_bytes(group) for group in groups if group.trainable()), default=0)
+        on_level0 = layout.groups_on_level0(groups, layout.StreamingOptions(update=choice.update), None)
         on_gpu = self.machine.has_gpu
-        share = layout.CUDA_SHARE if on_gpu else layout.RING_SHARE
-        ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * share))
+        ring = layout.ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
         trained = max((group.num_bytes for group in groups if group.trainable()), default=0)
         most = (layout.MAX_IN_FLIGHT, layout.MAX_LOCKED)
         slack = min(sum(layout.places(each, trained, free, on_gpu=on_gpu) for each in most) * trained, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring
-        keeps = choice.update != "host" and not self.machine.undo
+        keeps = bool(on_level0) and not self.machine.undo
         few = min(whole, layout.CUDA_GROUPS * largest)
         turn = layout.groups_kept(groups[:TURN_GROUPS], min(left - few, for_residents)) if keeps else []
         resident = sum(layout.state_bytes(group) for group in turn)
@@ -352,12 +355,11 @@ def estimate_offload(
         return OffloadEstimate(step=step, refused=f"{str(placed).removeprefix('is refused: ')}; {said}")
     assert placed.step is not None
     step = placed.step  # without shadows, which take what is free
-    on_level0 = step.bytes_of(0)
     return OffloadEstimate(
-        level0=min(on_level0, placed.choice.level0_bytes),  # what it lets in ends at its capacity
+        level0=placed.level0,
         host=step.bytes_of(1) - step.shadow_bytes(1) + placed.waiting + placed.threads,
         disk=placed.disk,
-        step=placed.gpu - on_level0,
+        step=placed.gpu - placed.level0,
         fragmentation=_fragments(forecast, placed.choice, trace, step),
         tokens_per_second=None if found is None or rates is None else found.tokens_per_second,
         bottleneck=None if found is None or rates is None else found.bottleneck,

@@ -22,7 +22,7 @@ from vblackwell.units import MiB, format_bytes
 
 # For what is not modelled, as kernels' own workspaces and other orders of frees (docs/journal/estimate.md).
 P99_PERCENT, P99_BYTES = 3, 64 * MiB
-PRECISIONS = ("fp32", "bf16", "autocast")
+PRECISIONS = ("fp32", "bf16", "fp16", "autocast")
 NOT_STATE = ("activations", "logits_and_loss", "workspace")
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -54,7 +54,7 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @functools.cached_property
     def model(self) -> nn.Module:

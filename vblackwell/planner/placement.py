@@ -158,6 +158,9 @@ class Plan:
     def lines(self) -> list[str]:
         best = self.prediction
         found = [f"plan: {self.choice}", f"  {_numbers(best)}", f"  within {self.bounds}; rates: {self.rates}"]
+        if self.choice.weight_bytes:
+            level0, weights = format_bytes(self.choice.level0_bytes), format_bytes(self.choice.weight_bytes)
+            found.append(f"  level 0 has {level0}, of which loaded weights may take {weights}")
         if best.clipped_seconds is not None:
             found.append(f"  while steps clip: {best.tokens / best.clipped_seconds:,.0f} tokens/s")
         if best.disk_written:

@@ -62,9 +62,9 @@ def plan_on(
     """`make_training_plan` for any ``machine``, whose bounds are the run's."""
     undo = compute_dtype is not torch.float16  # a scaled loss means a factor at the step: nothing is updated before it
     machine = replace(machine, undo=undo, may_clip=config.max_grad_norm > 0)
-    wide, spec = "fp32" if compute_dtype is None else "bf16", spec_of(model, config.name)
+    spec, precision = spec_of(model, config.name), precision_of(compute_dtype)
     seen = {"capability": machine.capability, "expandable": True, "num_sms": num_sms}
-    run = Run(spec, config.seq_length, precision=wide, **seen)
+    run = Run(spec, config.seq_length, precision=precision, **seen)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
         return forecast.plan(_space(config, model, forecast, machine.has_gpu))
@@ -77,6 +77,11 @@ def planned_sizes(plan: Plan) -> dict[str, Any]:
         return {}
     sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
     return sizes | {"activation_bytes": waiting if choice.activations == "host" else 0}
+
+
+def precision_of(compute_dtype: torch.dtype | None) -> str:
+    """What `Run` calls it."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute_dtype or torch.float32, "fp32")
 
 
 def spec_of(model: nn.Module, name: str) -> ModelSpec:

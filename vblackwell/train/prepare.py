@@ -163,7 +163,7 @@ def prepare(
     peak = config.learning_rate
     return Prepared(
         model=model,
-        optimizer=_make_optimizer(model, config),
+        optimizer=make_optimizer(model, config),
         stack=stack,
         data=train,
         validation=decided.validation,
@@ -190,7 +190,7 @@ def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
     return replace(config, max_steps=steps, epochs=None, warmup_steps=warmup)
 
 
-def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
+def make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in trained if param.dim() >= 2], "weight_decay": config.weight_decay},
@@ -292,8 +292,7 @@ def build_stack(
         _refuse_lack(sum(given.values()), state_bytes, total, free, said, "give less")
     sizes = (config.fast_memory, config.host_memory, config.disk_memory if config.has_disk else 0)
     if plan is not None:
-        bounds = plan.bounds
-        sizes = (plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu, bounds.host, bounds.disk)
+        sizes = (plan.choice.level0_bytes, plan.bounds.host, plan.bounds.disk)
     return create_vgpu_stack(*sizes, config.disk_path, device=device, cap_process=False)  # `prepare` does, first of all
 
 

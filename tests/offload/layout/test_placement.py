@@ -1,7 +1,5 @@
 """What runs where: the share of updates that the CPU gets, and which updates wait for the next forward."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -74,10 +72,11 @@ def test_what_lives_on_level0_asks_nobody():
 
 def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():
     groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
-    levels = spaces([GiB, GiB], on_gpu=False)
+    levels = spaces([GiB, GiB], on_gpu=True)
     waiting = deferred_groups(groups, StoragePlan.empty(levels, [1], groups))
-    assert waiting and waiting == deferred_groups(groups) == groups[: -1 - len(waiting) : -1]
+    assert waiting and waiting == groups[: -1 - len(waiting) : -1]
     assert deferred_groups(groups, StoragePlan.empty(levels, [1], groups, resident=groups[:1])) == []
+    assert deferred_groups(groups, StoragePlan.empty(spaces([GiB, GiB], on_gpu=False), [1], groups)) == []
 
 
 def test_a_slow_cpu_gets_nothing():
@@ -88,13 +87,14 @@ def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():
     """Their updates are needed first; what lives on level 0 has none."""
     groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))), torch.bfloat16, None)
     ranges = [(group, kind) for group in groups for kind in ("weight", "master")] + moment_ranges(groups)
-    one = sum(groups[0].size_of(kind) for kind in ("weight", "master", "exp_avg", "exp_avg_sq"))
+    host = spaces([GiB, GiB], on_gpu=False)[1]
+    one = sum(host.held_bytes(groups[0].size_of(kind)) for kind in ("weight", "master", "exp_avg", "exp_avg_sq"))
     for free, expected in ((0, []), (one, groups[:1]), (4 * one - 1, groups[:3]), (100 * one, groups)):
-        levels = spaces([GiB, 6 * one + free + 64 * 4096], on_gpu=False)
-        plan = StoragePlan.empty(levels, [1], groups).with_ranges(ranges)
-        rest = plan.levels[1].free_bytes - free  # what rounding left
-        shorter = (plan.levels[0], replace(plan.levels[1], capacity_bytes=plan.levels[1].capacity_bytes - rest))
-        assert shadowed_groups(groups, replace(plan, levels=shorter)) == expected
+        plan = StoragePlan.empty(spaces([GiB, 6 * one + free], on_gpu=False), [1], groups).with_ranges(ranges)
+        assert shadowed_groups(groups, plan) == expected
+    levels = spaces([GiB, 6 * one + 4 * one], on_gpu=False)
+    less = StoragePlan.empty(levels, [1], groups, set_aside_bytes=one).with_ranges(ranges)
+    assert shadowed_groups(groups, less) == groups[:3]
     levels = spaces([GiB, GiB], on_gpu=False)
     kept = StoragePlan.empty(levels, [1], groups, resident=groups[:2], on_level0=groups).with_ranges(ranges)
     assert shadowed_groups(groups, kept) == groups[2:]

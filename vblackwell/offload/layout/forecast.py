@@ -69,21 +69,13 @@ def forecast_step(
     """
     found = placement.place_streamed(model, placement.spaces(capacities, on_gpu=on_gpu), options)
     trainable = found.trainable
-    late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0} | set(found.deferred)
-    held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
-    # Of two micro-batches the second's gradient is added on level 0 where a final update follows it there, else in host
-    # memory: a rollback needs the sum as well.
-    sums = [group for group in held if micro_batches > 2 or (micro_batches == 2 and (undo or group in late))]
-    storage = found.storage.with_ranges(
-        [(group, "gradient") for group in held]
-        + [(group, "accumulated") for group in sums if not group.is_fp32]
-        + moment_ranges(trainable)
-    )
-    early = [group for group in trainable if group not in found.deferred and group.all_trainable()]
-    shadowed = placement.shadowed_groups(early, storage) if undo else early
-    deferred = [group for group in trainable if group not in shadowed]
+    gradients = found.gradient_ranges(trainable, micro_batches, undo=undo)
+    storage = found.storage.with_ranges(gradients + moment_ranges(trainable))
+    shadowed = found.shadowed(storage) if undo else []
+    early = shadowed if undo else [g for g in trainable if g not in found.deferred and g.all_trainable()]
+    deferred = [group for group in trainable if group not in early]
     lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
-    return StepForecast(_table(found, storage, shadowed if undo else ()), replace(lanes, stores_gradients=undo))
+    return StepForecast(_table(found, storage, shadowed), replace(lanes, stores_gradients=undo))
 
 
 def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Group]) -> dict[str, list[int]]:
@@ -100,7 +92,8 @@ def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Gr
         table["undo"] = [0] * len(levels)
         for pair in itertools.product(shadowed, PARAMETER_KINDS):
             if pair in storage:
-                table["undo"][storage.range(*pair).level] += storage.range(*pair).num_bytes
+                placed = storage.range(*pair)
+                table["undo"][placed.level] += levels[placed.level].held_bytes(placed.num_bytes)
     return table
 
 

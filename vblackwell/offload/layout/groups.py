@@ -266,6 +266,12 @@ class Group:
         return len(self.trainable()) == len(self.slots)
 
 
+def weight_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
+    """The ranges that the weights of ``groups`` need, and those that are trained their masters."""
+    masters = [(group, group.master_kind) for group in groups if group.needs_master and group.trainable()]
+    return [(group, "weight") for group in groups] + masters
+
+
 def moment_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
     """The ranges that the moments of ``groups`` need, kind by kind."""
     return [(group, kind) for kind in (*MOMENTS, *PACKED_MOMENTS) for group in groups if kind in group.formats.moments]

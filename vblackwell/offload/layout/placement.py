@@ -17,8 +17,10 @@ where steps clip (docs/journal/offload.md).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -37,6 +39,7 @@ from vblackwell.offload.layout.groups import (
     passing_bytes,
     rows_per_slice,
     smallest_buffer,
+    weight_ranges,
 )
 from vblackwell.offload.layout.places import OLD_PLACES, PLACES
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
@@ -127,10 +130,32 @@ class StreamedPlacement:
     def trainable(self) -> list[Group]:
         return [group for group in self.groups if group.trainable()]
 
-    @property
+    @cached_property
     def deferred(self) -> list[Group]:
         """See `deferred_groups`."""
         return deferred_groups(self.on_level0, self.storage)
+
+    @cached_property
+    def sent_twice(self) -> set[Group]:
+        """Sliced groups of several modules, each of which sends its gradient: a half of it is none to update from."""
+        uses = Counter(group for site in self.sites for group in site.groups)
+        return {group for group in self.slice_rows if uses[group] > 1}
+
+    def gradient_ranges(self, groups: Sequence[Group], micro_batches: int, *, undo: bool) -> list[tuple[Group, str]]:
+        """The ranges below level 0 that gradients of ``groups`` and their sums need. ``undo``: their updates wait for
+        the step, or can be rolled back, which takes the gradient; without it an update on level 0 that follows its
+        backward at once uses up the last gradient there, and of two micro-batches the sum as well.
+        """
+        at_once = set(self.on_level0) - set(self.slice_rows) - set(self.deferred)
+        late = [group for group in groups if undo or group not in at_once or not group.all_trainable()]
+        held = groups if micro_batches > 1 else late
+        sums = held if micro_batches > 2 else late if micro_batches == 2 else [g for g in late if g in self.sent_twice]
+        return [(g, "gradient") for g in held] + [(g, "accumulated") for g in sums if not g.is_fp32]
+
+    def shadowed(self, storage: StoragePlan) -> list[Group]:
+        """Those groups that are updated before their step and, where all of ``storage`` is placed, have room for it."""
+        waiting = {*self.deferred, *self.sent_twice}
+        return shadowed_groups((g for g in self.trainable if g.all_trainable() and g not in waiting), storage)
 
 
 def place_streamed(
@@ -179,8 +204,7 @@ def place_streamed(
     storage = StoragePlan.empty(
         levels, range(1, len(levels)), groups, resident, on_level0, options.activation_bytes
     ).with_ranges(
-        [(group, "weight") for group in ordered]
-        + [(group, group.master_kind) for group in trainable if group.needs_master],
+        weight_ranges(ordered),
         # With gradients that wait for an update on the host: what spills passes through RAM that weights must leave.
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
@@ -327,11 +351,12 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
     return found
 
 
-def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None) -> list[Group]:
+def deferred_groups(groups: Sequence[Group], storage: StoragePlan) -> list[Group]:
     """The last of ``groups``, `DEFERRED_SHARE` of their elements: their updates on a GPU wait for the next forward,
-    where the link has only weights to bring. It costs 4 bytes a parameter. None where some groups live on level 0.
+    where the link has only weights to bring. It costs 4 bytes a parameter. None without a GPU, or where some groups
+    live on level 0.
     """
-    if storage is not None and any(group.index in storage.resident for group in groups):
+    if storage.levels[0].kind != "gpu" or any(group.index in storage.resident for group in groups):
         return []
     left, found = DEFERRED_SHARE * sum(map(num_elements, groups)), []
     for group in reversed(groups):
@@ -347,10 +372,12 @@ def shadowed_groups(groups: Iterable[Group], storage: StoragePlan) -> list[Group
     others, under the next forward, have the most time there. None of a group that lives on level 0.
     """
     free, found = [level.free_bytes for level in storage.levels], []
+    if storage.has_host_level:
+        free[storage.staging_level] -= storage.set_aside_bytes
     for group in groups:
         left, ranges = free.copy(), [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
         for each in ranges:
-            left[each.level] -= each.num_bytes
+            left[each.level] -= storage.levels[each.level].held_bytes(each.num_bytes)
         if ranges and all(each.level and left[each.level] >= 0 for each in ranges):
             free = left
             found.append(group)

@@ -51,6 +51,10 @@ class LevelSpace:
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
+    def held_bytes(self, num_bytes: int) -> int:
+        """What it counts a range of ``num_bytes`` as."""
+        return align_up(num_bytes, self.alignment)
+
 
 @dataclass(frozen=True)
 class PlacedRange:
@@ -144,7 +148,7 @@ class StoragePlan:
         placed += [(pair, self.usable[position]) for pair, position in zip(below, positions, strict=True)]
         for (group, kind), level in placed:
             ranges[group.index, kind] = PlacedRange(f"{group.name}/{kind}", level, group.size_of(kind))
-            used_bytes = levels[level].used_bytes + align_up(group.size_of(kind), levels[level].alignment)
+            used_bytes = levels[level].used_bytes + levels[level].held_bytes(group.size_of(kind))
             levels[level] = replace(levels[level], used_bytes=used_bytes)
         return replace(self, levels=tuple(levels), ranges=ranges, staging=staging)
 

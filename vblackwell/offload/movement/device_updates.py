@@ -16,7 +16,7 @@ from torch import Tensor
 from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import AccessTrace, Group, Slot, smallest_buffer
-from vblackwell.offload.layout.placement import StreamedPlacement, deferred_groups, num_buffers
+from vblackwell.offload.layout.placement import StreamedPlacement, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
 from vblackwell.offload.movement.state import (
@@ -62,7 +62,7 @@ class DeviceUpdates(Mover):
         self._device = self._stack.level0_device
         self._on_gpu = self._device.type == "cuda"
         # Updated under the next forward even where they could be right after their backward.
-        self.deferred = set(deferred_groups(found.on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
+        self.deferred = set(found.deferred)
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
         self._max_locked = found.max_locked
         self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients

@@ -137,12 +137,12 @@ class Storage:
         set_sizes, ranges = [each.num_bytes for each in self.sets], dict(planned.ranges)
         with ExitStack() as undone:
             # Host memory for what is not in RAM, before anything else is taken of it.
-            if not planned.sets_fixed and sizes != set_sizes:
-                undone.callback(self._replace_sets, set_sizes)
-                self._replace_sets(sizes)
             for kind in self._staging.keys() - planned.staging.by_kind.keys():
                 undone.callback(self._reserve_stage, self.plan, kind, self._staging[kind].num_bytes, ExitStack())
                 self.stack.unreserve(self._staging.pop(kind))
+            if not planned.sets_fixed and sizes != set_sizes:
+                undone.callback(self._replace_sets, set_sizes)
+                self._replace_sets(sizes)
             for kind, num_bytes in planned.staging.by_kind.items():
                 self._reserve_stage(planned, kind, num_bytes, undone)
             for key, placed in planned.ranges.items():
@@ -347,7 +347,7 @@ class Shadows:
             try:
                 if not spare:
                     spare = [self._storage.take("shadow", original.num_bytes, original.level)]
-                    self._count(original.num_bytes)
+                    self._count(spare[0].extent.held_bytes)
             except InsufficientMemory:
                 self.give_back(found)
                 return None
@@ -372,7 +372,7 @@ class Shadows:
     def give_up(self, shadows: Ranges) -> None:
         """Give ranges, which nothing reads or writes any more, back to their levels."""
         for shadow in shadows.values():
-            self._count(-shadow.num_bytes)
+            self._count(-shadow.extent.held_bytes)
             self._storage.give(shadow)
 
     def _count(self, num_bytes: int) -> None:
