@@ -203,5 +203,6 @@ def test_a_run_is_planned_for_a_card_by_name(place):
         (["--html", "page.html"], "--html belongs to an estimate of plain PyTorch"),
         (["--lora", "8", "--precision", "autocast"], "--precision 'autocast' is not one of auto, fp32, bf16, fp16"),
         (["--use-fp4", "--fp8-activations"], "RTX 3060 has no FP8 tensor cores"),
+        (["--seq-length", "32769"], "beyond the 32768 positions of qwen2.5-0.5b"),
     ):
         refused(place, ["estimate", "qwen2.5-0.5b", *flags, *wrong], reason)

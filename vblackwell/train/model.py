@@ -86,15 +86,20 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
     found = trainable(model_on_meta(folder, torch.float32))
-    limit = found.config.get("max_position_embeddings")
-    if limit is not None and config.seq_length > limit:
-        most = f"the {limit} positions of {folder / 'config.json'}"
-        raise ConfigurationError(f"--seq-length {config.seq_length} is beyond {most}: shorten it")
+    check_length(config, found, folder / "config.json")
     weights = cleanup.enter_context(FolderWeights(found.model, folder))
     weights.load_buffers()
     path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
     return replace(found, initialize=weights, folder=folder)
+
+
+def check_length(config: TrainConfig, found: TrainableModel, where: object) -> None:
+    """ConfigurationError where a sequence has more tokens than the model, described ``where``, has positions."""
+    limit = found.config.get("max_position_embeddings")
+    if limit is not None and config.seq_length > limit:
+        most = f"the {limit} positions of {where}"
+        raise ConfigurationError(f"--seq-length {config.seq_length} is beyond {most}: shorten it")
 
 
 def trainable(model: nn.Module) -> TrainableModel:

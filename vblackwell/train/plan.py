@@ -27,7 +27,7 @@ from vblackwell.planner.placement import Plan
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields
 from vblackwell.train.auto import bounds_of, make_training_plan, plan_on
 from vblackwell.train.config import TrainConfig, flag_of, resolve
-from vblackwell.train.model import TrainableModel, convert_linears, preset_model, trainable
+from vblackwell.train.model import TrainableModel, check_length, convert_linears, preset_model, trainable
 
 OTHERS = ("optimizer", "gpu_memory", "gpus", "topology", "html", "expandable_segments", "advice")  # of vb estimate
 
@@ -60,6 +60,8 @@ def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> t
     if card is not None and config.fp8_activations and card.capability < FP8_CAPABILITY:
         raise Unsupported(f"--fp8-activations: {card.name} has no FP8 tensor cores: leave it out")
     found = _model_of(config)
+    if config.model is not None:
+        check_length(config, found, config.model)
     count = sum(parameter.numel() for parameter in found.model.parameters())
     model = convert_linears(config, found, device, say).model
     if card is None:
