@@ -20,7 +20,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define BUFFER __attribute__((aligned(64)))
-enum { BLOCK = 1024, PART = 1 << 16, BF16 = 0, FP32 = 1, FP16 = 2 };  // PART: elements a thread takes at a time
+// PART: elements that a thread takes at a time. STACK: its bytes, of which the C library keeps those of some 40 threads.
+enum { BLOCK = 1024, PART = 1 << 16, STACK = 1 << 20, BF16 = 0, FP32 = 1, FP16 = 2 };
 
 typedef struct { float decay, weight1, beta2, weight2, root, eps, minus_step_size; } Numbers;
 
@@ -208,11 +209,15 @@ static void make(Work *work, int64_t threads) {
     for (int64_t i = 0; i < work->number; i++) parts += parts_of(count_of(work, i));
     const int64_t wanted = most(least(threads, parts), 1) - 1;
     pthread_t others[wanted + 1];
+    pthread_attr_t small;
     sigset_t every, own;
     sigfillset(&every);
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, STACK);
     pthread_sigmask(SIG_SETMASK, &every, &own);
-    while (started < wanted && !pthread_create(others + started, 0, take_parts, work)) started++;
+    while (started < wanted && !pthread_create(others + started, &small, take_parts, work)) started++;
     pthread_sigmask(SIG_SETMASK, &own, 0);
+    pthread_attr_destroy(&small);
     take_parts(work);
     while (started) pthread_join(others[--started], 0);
 }
