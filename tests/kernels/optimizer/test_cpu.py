@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,21 @@ def test_threads_work_during_an_update_and_end_with_it(way: str, monkeypatch: py
         most = max(most, count())
     thread.join()
     assert most >= before + 3 and count() <= before  # another thread of the process may end meanwhile
+
+
+def test_refused_threads_are_told_of_once(way: str, monkeypatch: pytest.MonkeyPatch):
+    """The work is done by those that there are."""
+    native = cpu.library()
+    if way == "torch" or native is None:
+        return
+    cpu._tell.cache_clear()
+    monkeypatch.setattr(cpu, "update_threads", lambda: 7)
+    monkeypatch.setattr(cpu, "library", lambda: SimpleNamespace(add_up=lambda *args: native.add_up(*args) + 4))
+    ones = torch.ones(5)
+    with pytest.warns(RuntimeWarning, match=r"refused 4 of 7 threads .*ulimit -u") as told:
+        for _ in range(2):
+            cpu.add_up([Sum(total := torch.empty(5), ones, ones)])
+    assert len(told) == 1 and torch.equal(total, 2 * ones)
 
 
 def test_some_cores_are_left_to_other_threads(monkeypatch: pytest.MonkeyPatch):

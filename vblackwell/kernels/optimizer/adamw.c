@@ -203,8 +203,9 @@ static void *take_parts(void *given) {
     return 0;
 }
 
-// All of it, by the caller and up to threads - 1 others, who take no signals: those are for the interpreter's.
-static void make(Work *work, int64_t threads) {
+// All of it, by the caller and up to threads - 1 others, who take no signals: those are for the interpreter's. How many
+// of them the system refused.
+static int make(Work *work, int64_t threads) {
     int64_t parts = 0, started = 0;
     for (int64_t i = 0; i < work->number; i++) parts += parts_of(count_of(work, i));
     const int64_t wanted = most(least(threads, parts), 1) - 1;
@@ -218,16 +219,18 @@ static void make(Work *work, int64_t threads) {
     while (started < wanted && !pthread_create(others + started, &small, take_parts, work)) started++;
     pthread_sigmask(SIG_SETMASK, &own, 0);
     pthread_attr_destroy(&small);
+    const int refused = (int)(wanted - started);
     take_parts(work);
     while (started) pthread_join(others[--started], 0);
+    return refused;
 }
 
-void update(const Update *updates, int64_t number, int64_t threads) {
+int update(const Update *updates, int64_t number, int64_t threads) {
     Work work = {updates, 0, number, 0};
-    make(&work, threads);
+    return make(&work, threads);
 }
 
-void add_up(const Sum *sums, int64_t number, int64_t threads) {
+int add_up(const Sum *sums, int64_t number, int64_t threads) {
     Work work = {0, sums, number, 0};
-    make(&work, threads);
+    return make(&work, threads);
 }

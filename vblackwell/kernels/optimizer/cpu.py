@@ -10,6 +10,7 @@ import ctypes
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,8 +156,16 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _call(function: Callable[..., None], kind: type[ctypes.Structure], words: Sequence[ctypes.Structure]) -> None:
-    function((kind * len(words))(*words), ctypes.c_int64(len(words)), ctypes.c_int64(update_threads()))
+def _call(function: Callable[..., int], kind: type[ctypes.Structure], words: Sequence[ctypes.Structure]) -> None:
+    refused = function((kind * len(words))(*words), ctypes.c_int64(len(words)), ctypes.c_int64(update_threads()))
+    if refused:
+        _tell(refused, update_threads())
+
+
+@functools.cache
+def _tell(refused: int, threads: int) -> None:
+    said = f"the system refused {refused} of {threads} threads that update on the CPU, which are slower without them"
+    warnings.warn(f"{said}: raise the limit of processes (ulimit -u, or the container's)", RuntimeWarning, stacklevel=4)
 
 
 def library() -> ctypes.CDLL | None:
