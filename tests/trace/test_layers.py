@@ -17,6 +17,7 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import ModelSpec, of_config, of_decoder
 from vblackwell.trace import layers as layers_of_few
+from vblackwell.trace import recorder
 from vblackwell.trace import trace as tracing
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.layers import FEW, Recording, equal_layers, lengthened
@@ -123,6 +124,8 @@ def one_hook(model: Any) -> None:
         spec_of({**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16}),
         spec_of({**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [3]}),
         spec_of({**LLAMA, "num_hidden_layers": sum(FEW[:2])}),
+        spec_of({**MIXTRAL, "output_router_logits": True}),
+        spec_of({**LLAMA, "output_hidden_states": True}),
         spec_of(LLAMA, first_shared),
         spec_of(LLAMA, one_scale),
         spec_of(LLAMA, one_hook),
@@ -130,6 +133,28 @@ def one_hook(model: Any) -> None:
 )
 def test_layers_that_differ_are_traced_whole(spec):
     assert equal_layers(spec.build(torch.float32)) is None
+
+
+def test_answers_are_of_one_default_type():
+    """Numbers that a forward makes are of it, and so are sizes."""
+    spec = spec_of(LLAMA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "equal_layers", lambda model: None)
+        wide = Run(spec, 64, precision="bf16").trace(2)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            after = Run(spec, 64, precision="bf16").trace(2)
+            recorder._answers.cache_clear()
+            assert Run(spec, 64, precision="bf16").trace(2) == after
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert Run(spec, 64, precision="bf16").trace(2) == wide
+
+
+def test_a_model_needs_no_configuration():
+    model = build_causal_lm(LLAMA, "a model")
+    del model.config
+    assert equal_layers(model) is model.model.layers
 
 
 def test_strangers_models_are_traced_whole():

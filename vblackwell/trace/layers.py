@@ -44,6 +44,10 @@ class _Differs(Exception):
     """The middle layer does what cannot be repeated."""
 
 
+class _NoConfig:
+    """Of a part of a model that has none."""
+
+
 def equal_layers(model: Any) -> nn.ModuleList | None:
     """The layers of a decoder, ours or of transformers, if there are many and nothing but their number tells them
     apart."""
@@ -52,9 +56,12 @@ def equal_layers(model: Any) -> nn.ModuleList | None:
     outer = [each for each in lists if id(each) not in inside]
     if not type(model).__module__.startswith(_KNOWN) or len(outer) != 1 or len(outer[0]) <= sum(FEW[:2]):
         return None
-    layers, config = outer[0], vars(model.config)
+    layers, config = outer[0], vars(getattr(model, "config", _NoConfig))
     # What a model reads of its configuration, or of that of its part that reads text, by a layer's number.
     parts = [config, *(vars(each) for each in config.values() if hasattr(each, "model_type"))]
+    # Outputs of layers are recorded by hooks, which a first forward puts on those layers that there are then, for good.
+    if any(name.lstrip("_").startswith("output_") and value for part in parts for name, value in part.items()):
+        return None
     lists = [each for part in parts for each in part.values() if isinstance(each, (list, tuple))]
     if any(len(each) == len(layers) and each != each[:1] * len(layers) for each in lists):
         return None

@@ -26,8 +26,8 @@ ENGINE_ALONE = (2, 4)
 
 
 @functools.lru_cache(maxsize=1)
-def _answers(capability: tuple[int, int], num_sms: int) -> MetaAnswers:
-    """What operators gave, kept from trace to trace; on a GPU, of which the notes are."""
+def _answers(capability: tuple[int, int], num_sms: int, default: torch.dtype) -> MetaAnswers:
+    """What operators gave, kept from trace to trace; on a GPU, of which the notes are, under torch's default type."""
     return MetaAnswers()
 
 
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
         self.head: nn.Module | None = None
         self.step = 0
         self.phase = "setup"
-        self.answers = _answers(capability, num_sms)
+        self.answers = _answers(capability, num_sms, torch.get_default_dtype())
         self._cublas: set[str] = set()
 
     @classmethod
