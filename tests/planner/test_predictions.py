@@ -44,6 +44,10 @@ def test_errors_by_machine_and_rates(capsys: pytest.CaptureFixture[str]):
 def test_a_damaged_line_is_left_out(cache: Path):
     keep_prediction("H200", "", compared((1, 1), (1, 1)))
     with (cache / "predictions.jsonl").open("ab") as file:
+        for left_out in ("rates", "tokens_per_second"):
+            line = {"machine": "H200", "rates": ""} | compared((1, 1), (1, 1))
+            del line[left_out]
+            file.write(json.dumps(line).encode() + b"\n")
         file.write(b'{"machine": "H200"}\n\xff\xfe\n[1]\n{"machine": 3, "gpu_bytes"\n')
     keep_prediction("H200", "", compared((2, 1), (1, 1)))
     assert [run["gpu_bytes"]["predicted"] for run in kept_predictions()] == [1, 2]

@@ -35,7 +35,8 @@ def kept_predictions() -> list[dict[str, Any]]:
         for line in _path().read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 read = json.loads(line)
-                if read["machine"] and all(float(read[name]["predicted"]) >= 0 for name in NUMBERS):
+                numbers = [float(read[name][of] or 0) for name in NUMBERS for of in ("predicted", "measured")]
+                if read["machine"] and isinstance(read["rates"], str) and min(numbers) >= 0:
                     found.append(read)
     return found
 
