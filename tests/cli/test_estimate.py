@@ -158,6 +158,11 @@ def test_a_config_that_lacks_a_field(place):
     refused(place, ["estimate", "config.json"], "is not JSON")
 
 
+def figures_of(text: str) -> list[str]:
+    """What a plan says without seconds."""
+    return re.findall(r"plan: .*|level 0 .*?RAM [\d.]+ \S+(?=$|;)", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -175,8 +180,12 @@ def test_flags_of_a_run_give_its_plan(kind, flags, place, folders):  # noqa: F81
     model = [] if kind is None else ["--model", str(folders(kind))]
     made = place.vb("train", *model, "--data", str(place.corpus), *flags, "--plan").stdout
     told = place.vb("estimate", *(model[1:] or ["tiny"]), *flags).stdout
-    plans = [re.findall(r"plan: .*|level 0 .*?RAM [\d.]+ \S+(?=$|;)", text, re.MULTILINE) for text in (made, told)]
+    plans = [figures_of(text) for text in (made, told)]
     assert len(plans[0]) == 3 and plans[0] == plans[1], (made, told)
+    if kind is None:  # its vocabulary is the tokenizer's where one is given
+        file = folders("llama") / "tokenizer.json"
+        flags = [*flags[: flags.index("--vocab-size")], "--tokenizer", str(file)]
+        assert figures_of(place.vb("estimate", "tiny", *flags).stdout) == plans[0]
     found = json.loads(place.vb("estimate", *(model[1:] or ["tiny"]), *flags, "--json").stdout)
     assert found["choice"]["placement"] == "streamed" and found["bounds"] == {"gpu": MiB, "host": 8 * MiB, "disk": 0}
 
@@ -203,6 +212,8 @@ def test_a_run_is_planned_for_a_card_by_name(place):
         (["--html", "page.html"], "--html belongs to an estimate of plain PyTorch"),
         (["--lora", "8", "--precision", "autocast"], "--precision 'autocast' is not one of auto, fp32, bf16, fp16"),
         (["--use-fp4", "--fp8-activations"], "RTX 3060 has no FP8 tensor cores"),
+        (["--use-fp4", "--fp8-activations", "--gpu", "H100", "--seq-length", "32"], "a forward has 64 tokens"),
+        (["--device", "cpu"], "--device says where this machine computes"),
         (["--seq-length", "32769"], "beyond the 32768 positions of qwen2.5-0.5b"),
     ):
         refused(place, ["estimate", "qwen2.5-0.5b", *flags, *wrong], reason)

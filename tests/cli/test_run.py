@@ -124,6 +124,8 @@ def test_a_finished_run_is_left_alone(finished):
     before = {path: path.stat().st_mtime_ns for path in (run / "final").iterdir()}
     assert "nothing to do" in place.vb("train", "--out", "run", "--resume").stdout
     assert {path: path.stat().st_mtime_ns for path in (run / "final").iterdir()} == before
+    changed = ["train", "--out", "run", "--resume", "--plan", "--seq-length", "64"]
+    assert "the run was started with 32" in place.vb(*changed, code=2).stderr, "as the run that it plans"
 
 
 def test_a_checkpoint_of_one_stack_goes_on_in_another(finished, place):

@@ -7,6 +7,7 @@ another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says f
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -343,11 +344,9 @@ def estimate_offload(
     space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates else (one.update,))
     choice, found = one, None
     if len(list(space.choices())) > 1:  # of which seconds say what is chosen
-        try:
+        with suppress(InsufficientMemory):  # what it lacks is said below
             plan = forecast.plan(space, in_full=False)
             choice, found = plan.choice, plan.prediction
-        except InsufficientMemory:
-            pass  # what it lacks is said below
     placed = forecast.place(choice)
     if isinstance(placed, Lacking):
         step = forecast.step_bytes(one, own)

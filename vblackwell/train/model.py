@@ -21,7 +21,7 @@ from vblackwell.generate.adapters import adapt, adapted, put_adapters
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.generate.load import model_on_meta
 from vblackwell.generate.quantized import Packing
-from vblackwell.kernels.fp4.w4a8 import SUMMARY
+from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, SUMMARY
 from vblackwell.nn.attention.backends import packs_documents, use_dispatcher, why_not_dispatcher
 from vblackwell.nn.attention.documents import runs_packed
 from vblackwell.nn.convert import training
@@ -92,6 +92,14 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
     return replace(found, initialize=weights, folder=folder)
+
+
+def check_rows(config: TrainConfig) -> None:
+    """ConfigurationError where ``--fp8-activations`` would round nothing."""
+    rows = config.batch_size * config.seq_length
+    if config.fp8_activations and rows < MIN_ROWS and not config.auto_batch_size:
+        said = f"a forward has {rows} tokens, and products of {MIN_ROWS} rows and more alone round their inputs"
+        raise ConfigurationError(f"--fp8-activations: {said}: raise --batch-size or --seq-length, or drop it")
 
 
 def check_length(config: TrainConfig, found: TrainableModel, where: object) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from vblackwell.data.tokenizer import vocab_size_of
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.folders.folder import find_folder, read_json
+from vblackwell.folders.folder import find_folder, read_json, read_tokenizer
 from vblackwell.generate.load import model_on_meta
 from vblackwell.kernels.fp4.w4a8 import FP8_CAPABILITY
 from vblackwell.machine.device import BF16_CAPABILITY, choose_device, choose_precision, has_bf16
@@ -27,7 +28,7 @@ from vblackwell.planner.placement import Plan
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields
 from vblackwell.train.auto import bounds_of, make_training_plan, plan_on
 from vblackwell.train.config import TrainConfig, flag_of, resolve
-from vblackwell.train.model import TrainableModel, check_length, convert_linears, preset_model, trainable
+from vblackwell.train.model import TrainableModel, check_length, check_rows, convert_linears, preset_model, trainable
 
 OTHERS = ("optimizer", "gpu_memory", "gpus", "topology", "html", "expandable_segments", "advice")  # of vb estimate
 
@@ -41,6 +42,9 @@ def plan_command(given: dict[str, Any]) -> int:
         if name in given:
             said = "belongs to an estimate of plain PyTorch, and other flags here are of vb train alone"
             raise ConfigurationError(f"{flag_of(name)} {said}: drop the one or the others")
+    if "gpu" in given and "device" in given:
+        said = "--gpu plans for a card by name, and --device says where this machine computes"
+        raise ConfigurationError(f"{said}: drop one of them")
     as_json, gpu, model = given.pop("json", False), given.pop("gpu", None), given.pop("model")
     config = resolve({"config" if model in PRESETS else "model": model, **given, "vgpu_auto": True})
     where, parameters, plan = _plan(config, gpu, functools.partial(print, file=sys.stderr, flush=True))
@@ -59,6 +63,7 @@ def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> t
     dtype = choose_precision(config.precision, config.mixed_precision, bf16=has)
     if card is not None and config.fp8_activations and card.capability < FP8_CAPABILITY:
         raise Unsupported(f"--fp8-activations: {card.name} has no FP8 tensor cores: leave it out")
+    check_rows(config)
     found = _model_of(config)
     if config.model is not None:
         check_length(config, found, config.model)
@@ -76,7 +81,9 @@ def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> t
 def _model_of(config: TrainConfig) -> TrainableModel:
     """The run's model on meta, without what fills it."""
     if config.model is None:
-        return replace(preset_model(config, config.vocab_size), initialize=None)
+        given = None if config.tokenizer is None else read_tokenizer(Path(config.tokenizer))
+        vocab_size = config.vocab_size if given is None else vocab_size_of(given)
+        return replace(preset_model(config, vocab_size), initialize=None)
     fields = KNOWN_MODELS.get(config.model)
     if fields is None and Path(config.model).suffix == ".json":
         fields = read_json(Path(config.model))

@@ -17,7 +17,7 @@ from vblackwell.data.corpus import Corpus, Dataset, PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
-from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device
+from vblackwell.kernels.fp4.w4a8 import check_device
 from vblackwell.machine.device import cap_process, choose_precision, has_bf16
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
@@ -31,7 +31,14 @@ from vblackwell.planner.placement import Plan
 from vblackwell.trace.trace import Untraceable
 from vblackwell.train.auto import apply_plan, make_training_plan, planned_sizes
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.model import TrainableModel, choose_attention, convert_linears, find_model, preset_model
+from vblackwell.train.model import (
+    TrainableModel,
+    check_rows,
+    choose_attention,
+    convert_linears,
+    find_model,
+    preset_model,
+)
 from vblackwell.train.progress import Progress, StopRequest
 from vblackwell.train.trainer import LossScaler, Parts, Schedule, default_warmup_steps
 from vblackwell.units import format_bytes
@@ -88,10 +95,7 @@ def decide(
     compute_dtype = choose_precision(config.precision, config.mixed_precision, bf16=has_bf16(device))
     if config.fp8_activations:
         check_device(device, "--fp8-activations", compute_dtype or torch.float32)
-        rows = config.batch_size * config.seq_length
-        if rows < MIN_ROWS and not config.auto_batch_size:
-            said = f"a forward has {rows} tokens, and products of {MIN_ROWS} rows and more alone round their inputs"
-            raise ConfigurationError(f"--fp8-activations: {said}: raise --batch-size or --seq-length, or drop it")
+        check_rows(config)
     found = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
         corpus, train, validation = open_data(config, found, progress)

@@ -61,6 +61,7 @@ def train(config: TrainConfig) -> int:
 
 def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
     """Tell the plan alone."""
+    config, _ = _as_begun(config, Path(config.out) if config.out else default_out(config.name))
     try:
         decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)
     except Stopped:
@@ -69,13 +70,19 @@ def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: E
     return 0
 
 
+def _as_begun(config: TrainConfig, folder: Path) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """The settings with which a resumed run goes on, and those that it began with; a new run's, and None."""
+    stored = read_stored_config(folder) if config.resume else None
+    if stored is None:
+        return config, None
+    refuse_changes(config, stored)
+    return replace(config, auto_batch_size=False), stored  # it goes on with what was planned then
+
+
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
     folder = RunFolder(Path(config.out) if config.out else default_out(config.name), config.resume)
     cleanup.callback(folder.release)
-    stored = read_stored_config(folder.path) if config.resume else None
-    if stored is not None:
-        refuse_changes(config, stored)
-        config = replace(config, auto_batch_size=False)  # it goes on with what was planned then
+    config, stored = _as_begun(config, folder.path)
     device = choose_device(config.device, progress.say)
     if config.deterministic:
         make_deterministic(device)
