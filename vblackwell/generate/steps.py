@@ -6,17 +6,17 @@ the device that each replay raises is the position (`SteadyCache`). Models of tr
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.capture import Captured, capturing
 from vblackwell.nn.decoder.block import KVCache, SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -102,20 +102,13 @@ def may_capture(model: nn.Module) -> bool:
     )
 
 
-ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
-
-
-# A GPU's stream on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees.
-capturing = cache(torch.cuda.Stream)
-
-
 @dataclass(eq=False)
 class Stretch:
     """What runs in one launch: functions from the last one's output to the next; groups that must have arrived."""
 
     calls: list[Callable[[Any], Any]] = field(default_factory=list)
     passing: list[Group] = field(default_factory=list)
-    graph: Any = None
+    graph: Captured[None] | None = None
 
 
 class CapturedStep:
@@ -135,29 +128,17 @@ class CapturedStep:
             self._value = call(self._value)
 
     def _capture(self, *, empty_cache: bool = False) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        side = capturing(torch.cuda.current_device() if self._device.index is None else self._device.index)
-        with ONE_CAPTURES:
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):  # kernels are compiled and chosen; what this stores is overwritten
-                for stretch in self._stretches:
-                    self._run(stretch)
-                self._steady.restart()
-                self._value = self._ids_B1
-                side.synchronize()
-                if empty_cache:
-                    torch.cuda.empty_cache()
-                for stretch in self._stretches:
-                    # Not `torch.cuda.graph`, which waits for the device and empties torch's cache each time. Of this
-                    # thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would
-                    # end a capture of all.
-                    stretch.graph = torch.cuda.CUDAGraph()
-                    stretch.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    try:
-                        self._run(stretch)
-                    finally:
-                        stretch.graph.capture_end()
-            torch.cuda.current_stream(self._device).wait_stream(side)
+        with capturing(self._device) as side:
+            for stretch in self._stretches:  # what this stores is overwritten
+                self._run(stretch)
+            self._steady.restart()
+            self._value = self._ids_B1
+            side.synchronize()
+            if empty_cache:
+                torch.cuda.empty_cache()
+            pool = torch.cuda.graph_pool_handle()
+            for stretch in self._stretches:
+                stretch.graph = Captured(partial(self._run, stretch), pool)
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
@@ -174,7 +155,7 @@ class CapturedStep:
             if stretch.graph is None:
                 self._run(stretch)
             else:
-                stretch.graph.replay()
+                stretch.graph()
             self._after(stretch)
         return self._value
 
