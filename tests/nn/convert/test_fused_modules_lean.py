@@ -5,7 +5,9 @@ only, so here in Triton's interpreter, as if linears on the CPU might be fused.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.nn.convert.test_causal_lm import SHAPE, batch, build, gradients
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from tests.waiting import wait_until
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.convert import fused_modules
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
@@ -441,3 +444,12 @@ def test_bits_and_memory_of_a_layer_by_parts_on_a_gpu(name, deterministic, monke
             gradients(model, **inputs)
             peaks.append(torch.cuda.max_memory_allocated() - begun)
     assert peaks[0] <= peaks[1] + (4 << 20)
+
+
+def test_a_streamed_model_that_is_accelerated_is_collected(make_stack):  # noqa: F811
+    model = build("Llama")
+    dead, stack = weakref.ref(model), make_stack(96 << 10)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", accelerate=True)
+    del model
+    # The worker may hold its last task a moment longer.
+    wait_until(lambda: gc.collect() >= 0 and dead() is None)

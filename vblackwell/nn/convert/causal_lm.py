@@ -92,7 +92,9 @@ def in_stack(model: nn.Module) -> bool:
     return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
 
 
-_done: "weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]]" = weakref.WeakKeyDictionary()
+# By model what was swapped, and its loss: weakly, as a streamed model's engine, which parameters know, knows the model.
+_done: "weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], weakref.ref[_FusedLoss] | None]]"
+_done = weakref.WeakKeyDictionary()
 
 
 def accelerate_causal_lm(
@@ -130,7 +132,7 @@ def accelerate_causal_lm(
                 fused = _FusedLoss(model, chunk_tokens, only_training=loss == "training")
                 head_name = next(name for name, each in model.named_modules() if each is fused.head)
             done.rows.append(Row("loss", head_name, None if reason else "fused", reason or ""))
-    _done[model] = (swapped, fused)
+    _done[model] = (list(map(weakref.ref, swapped)), None if fused is None else weakref.ref(fused))
     return done
 
 
@@ -153,9 +155,10 @@ def has_fused_loss(model: nn.Module) -> bool:
 
 def restore_causal_lm(model: nn.Module) -> nn.Module:
     """Undo `accelerate_causal_lm`, if it was called; returns the model."""
-    swapped, fused = _done.pop(model, ([], None))
-    for module in swapped:
+    swapped, loss = _done.pop(model, ([], None))
+    for module in filter(None, (found() for found in swapped)):
         object.__setattr__(module, "__class__", plain_class(module))
+    fused = None if loss is None else loss()
     if fused is not None:
         fused.remove(model)
     return model
