@@ -214,8 +214,11 @@ class Offload:
                 self._end_export()
                 self.weights.trace.begin_pass()
                 self.step_control.begin_forward((args, arguments), training=module.training)
-            if self.activations is not None and torch.is_grad_enabled():
-                self._entered.forward.enter_context(self.activations.forward_of(self.model))
+            if torch.is_grad_enabled():
+                if (graphs := self.step_control.graphs) is not None:
+                    self._entered.forward.enter_context(graphs.used())
+                if self.activations is not None:
+                    self._entered.forward.enter_context(self.activations.forward_of(self.model))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -493,6 +496,8 @@ class Offload:
         for module in self._sliced:
             swap_class(module, None)
         self._sliced.clear()
+        if self.step_control.graphs is not None:
+            self.step_control.graphs.drop()
 
     def close(self) -> None:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""

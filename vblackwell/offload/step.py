@@ -44,6 +44,7 @@ class StepControl(Mover):
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
         self._spare = SpareMemory(self.weights, shared.stack) if found.takes_spare else None
+        self.graphs = None if self._spare is None else self._spare.graphs
         # Where no update begins before the step, no weights are locked any more when the last gradients come: these
         # have their places.
         self.gradients = GradientCollector(shared, found.max_in_flight, found.max_locked if found.on_level0 else 0)

@@ -16,7 +16,7 @@ from tests.offload.conftest import MakeStack
 from vblackwell.offload import engine as engine_module
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.movement import spare as spare_module
-from vblackwell.offload.movement.spare import FILLED, STEADY, SpareMemory
+from vblackwell.offload.movement.spare import FILLED, STEADY, UNUSED, SpareMemory
 from vblackwell.offload.optimizer import VGPUAdamW
 
 PLANNED, STATES, CAPACITY = 100, 150, 1000
@@ -88,6 +88,25 @@ def test_weights_get_what_steps_leave(world: World):
     assert world.steps(3, ids(1, 64)) == world.steps(3, ids(4, 16)) == world.begun[-1] == grown(4 * 64 + 40)
     world.steps(1, ids(4, 64), extra=40)
     assert world.reserved == CAPACITY - int((1 - FILLED) * CAPACITY)
+
+
+@pytest.mark.parametrize(("held", "kept"), [(0, 0), (120, 120), (300, 300)])
+def test_graphs_come_first_and_weights_get_the_rest(world: World, held: int, kept: int):
+    """In the step that tries them they may have all but `UNUSED`, and weights no more than was planned."""
+    graphs, left = world.spare.graphs, CAPACITY - STATES - PLANNED - 256
+    allowed: list[int] = []
+    world.spare.graphs = SimpleNamespace(
+        num_bytes=0,
+        end_step=lambda: setattr(world.spare.graphs, "num_bytes", held if allowed else 0),
+        allow=lambda size: allowed.append(size) or setattr(world.spare.graphs, "num_bytes", size),
+        drop=lambda: setattr(world.spare.graphs, "num_bytes", 0),
+    )  # type: ignore[assignment]
+    assert graphs.num_bytes == 0
+    assert world.steps(1 + STEADY, ids(4, 64)) == PLANNED
+    assert allowed == [left - int(UNUSED * CAPACITY)]
+    assert world.steps(1, ids(4, 64)) == max(PLANNED, grown(256) - kept)
+    world.forward(ids(5, 64))
+    assert world.begun[-1] == PLANNED and world.spare.graphs.num_bytes == 0
 
 
 OTHERS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

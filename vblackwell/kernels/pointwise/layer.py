@@ -11,7 +11,7 @@ Not an op: it consists of ops and launches nothing itself, so traces see what it
 Legend: D width, M rows, N features out of a linear.
 """
 
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,12 +22,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from vblackwell.kernels.pointwise.layer_graphs import Attend, Passes, graphs_in_use, kind_of, lies_as_usual
 from vblackwell.kernels.pointwise.linears import _feed_forward_block_backward, feed_forward_block
 from vblackwell.kernels.pointwise.rows import _rms_norm, _rms_norm_backward
-
-# Of a tensor (..., D), for its shape, and a list of queries, keys and values (..., N) as linears give them, which
-# it empties; gives what the last linear takes. Draws no numbers, and no tensor of its own wants a gradient.
-Attend = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def layer_block(
@@ -60,10 +57,16 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _parts(x: Tensor, norm_D: Tensor, eps: float, linears: tuple[Any, ...]) -> list[Tensor]:
+def _parts(x: Tensor, norm_D: Tensor, eps: float, linears: Sequence[Any]) -> list[Tensor]:
     """Queries, keys and values."""
     n, _, _ = _rms_norm(x, None, norm_D, eps)
     return [functional.linear(n, *linears[at : at + 2]) for at in (0, 2, 4)]
+
+
+def _output(attend: Attend, epsilons: tuple[float, float], x: Tensor, weights: Sequence[Any]) -> Tensor:
+    (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
+    h = functional.linear(attend(x, _parts(x, first_D, epsilons[0], linears)), *linears[6:]).add_(x)
+    return feed_forward_block(h, second_D, epsilons[1], *feed_forward, True)
 
 
 class _Layer(torch.autograd.Function):
@@ -72,55 +75,78 @@ class _Layer(torch.autograd.Function):
         ctx: Any, attend: Attend, epsilons: tuple[float, float], wanted: bool, x: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.attend, ctx.epsilons, ctx.autocast = attend, epsilons, _autocast(x)
+        graphs = ctx.graphs = graphs_in_use()
         ctx.save_for_backward(x, *weights)
         if not wanted:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
-        h = functional.linear(attend(x, _parts(x, first_D, epsilons[0], linears)), *linears[6:]).add_(x)
-        return feed_forward_block(h, second_D, epsilons[1], *feed_forward, True)
+        passes, kind = _passes_and_kind(ctx, x, weights)
+        if graphs is None or kind is None:
+            return passes.output(attend, x, weights)
+        return graphs.output(kind, passes, attend, x, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors  # read once: a checkpoint unpacks them
-        kind, dtype = x.device.type, ctx.autocast
-        with nullcontext() if dtype == _autocast(x) else torch.autocast(kind, dtype, dtype is not None):
-            return _Layer._gradients(ctx, dy, x, *weights)
+        dtype = ctx.autocast
+        with nullcontext() if dtype == _autocast(x) else torch.autocast(x.device.type, dtype, dtype is not None):
+            passes, kind = _passes_and_kind(ctx, x, weights)
+            if kind is None or dy.dtype != x.dtype or not lies_as_usual(dy):
+                gradients = passes.gradients(ctx.attend, dy, x, weights)
+            else:
+                gradients = ctx.graphs.gradients(kind, passes, ctx.attend, dy, x, weights)
+        return None, None, None, *gradients
 
-    @staticmethod
-    def _gradients(ctx: Any, dy: Tensor, x: Tensor, *weights: Tensor) -> tuple[Any, ...]:
-        (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
-        wanted = ctx.needs_input_grad[4:]
-        parts = _parts(x, first_D, ctx.epsilons[0], linears)
-        with torch.enable_grad():
-            parts = list(_Sources.apply(x.new_empty(0).requires_grad_(), *parts))
-            edges = [get_gradient_edge(part) for part in parts]
-            out = ctx.attend(x, parts)
-        out_MN = out.detach().reshape(-1, out.shape[-1])
-        h = functional.linear(out.detach(), *linears[6:]).add_(x)
-        needed = [True, *wanted[1:5]]
-        dh, *dhalf = _feed_forward_block_backward(dy, h, second_D, ctx.epsilons[1], *feed_forward, needed)
-        del h
-        dlinears: list[Tensor | None] = [None] * 8
-        dout_MN, *dlinears[6:] = _linear_backward(dh, out_MN, linears[6], wanted[11:])
-        del out_MN
-        dparts = list(torch.autograd.grad(out, edges, dout_MN.view(out.shape)))
-        del out, dout_MN
-        # Once more, as the caller holds dy all the while: with the one from above the peak would be here.
-        n, _, scale_M = _rms_norm(x, None, first_D, ctx.epsilons[0])
-        n_MD, dn = n.view(-1, n.shape[-1]), None
-        for at in (4, 2, 0):  # values first, as autograd adds them up
-            part_MD, *dlinears[at : at + 2] = _linear_backward(dparts.pop(), n_MD, linears[at], wanted[at + 5 :])
-            dn = part_MD if dn is None else dn.add_(part_MD)
-            del part_MD
-        assert dn is not None
-        dx, dfirst_D = _rms_norm_backward(dn.view(x.shape), None, x, first_D, scale_M, wanted[0])
-        gradients = [each if want else None for each, want in zip((dfirst_D, *dhalf), wanted[:5], strict=True)]
-        return None, None, None, dx.add_(dh), *gradients, *dlinears
+
+def _passes_and_kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> tuple[Passes, Hashable]:
+    """What computes a layer, and its kind, None where no graph may."""
+    epsilons, wanted = ctx.epsilons, ctx.needs_input_grad[4:]
+    passes = Passes(
+        lambda attend, x, weights: _output(attend, epsilons, x, weights),
+        lambda attend, dy, x, weights: _gradients(attend, epsilons, wanted, dy, x, weights),
+    )
+    return passes, ctx.graphs and kind_of(ctx.attend, (epsilons, wanted, ctx.autocast), x, weights)
+
+
+def _gradients(
+    attend: Attend,
+    epsilons: tuple[float, float],
+    wanted: Sequence[bool],
+    dy: Tensor,
+    x: Tensor,
+    weights: Sequence[Any],
+) -> list[Tensor | None]:
+    """Of ``x`` and of each weight that is ``wanted``, or None."""
+    (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
+    parts = _parts(x, first_D, epsilons[0], linears)
+    with torch.enable_grad():
+        parts = list(_Sources.apply(x.new_empty(0).requires_grad_(), *parts))
+        edges = [get_gradient_edge(part) for part in parts]
+        out = attend(x, parts)
+    out_MN = out.detach().reshape(-1, out.shape[-1])
+    h = functional.linear(out.detach(), *linears[6:]).add_(x)
+    dh, *dhalf = _feed_forward_block_backward(dy, h, second_D, epsilons[1], *feed_forward, [True, *wanted[1:5]])
+    del h
+    dlinears: list[Tensor | None] = [None] * 8
+    dout_MN, *dlinears[6:] = _linear_backward(dh, out_MN, linears[6], wanted[11:])
+    del out_MN
+    dparts = list(torch.autograd.grad(out, edges, dout_MN.view(out.shape)))
+    del out, dout_MN
+    # Once more, as the caller holds dy all the while: with the one from above the peak would be here.
+    n, _, scale_M = _rms_norm(x, None, first_D, epsilons[0])
+    n_MD, dn = n.view(-1, n.shape[-1]), None
+    for at in (4, 2, 0):  # values first, as autograd adds them up
+        part_MD, *dlinears[at : at + 2] = _linear_backward(dparts.pop(), n_MD, linears[at], wanted[at + 5 :])
+        dn = part_MD if dn is None else dn.add_(part_MD)
+        del part_MD
+    assert dn is not None
+    dx, dfirst_D = _rms_norm_backward(dn.view(x.shape), None, x, first_D, scale_M, wanted[0])
+    gradients = [each if want else None for each, want in zip((dfirst_D, *dhalf), wanted[:5], strict=True)]
+    return [dx.add_(dh), *gradients, *dlinears]
 
 
 def _linear_backward(
-    dy: Tensor, x_MK: Tensor, weight_NK: Tensor, wanted: tuple[bool, ...]
+    dy: Tensor, x_MK: Tensor, weight_NK: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of a linear's input, and of its weight and bias where they are ``wanted``."""
     dy_MN = dy.reshape(-1, dy.shape[-1])

@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from vblackwell.kernels.pointwise.layer import Attend, layer_block
+from vblackwell.errors import Unsupported
+from vblackwell.kernels.pointwise.layer import layer_block
+from vblackwell.kernels.pointwise.layer_graphs import Attend
 from vblackwell.kernels.pointwise.linears import feed_forward_block
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
 from vblackwell.nn.linear.one_input import (
@@ -253,7 +255,79 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options: Any) -> Attend:
+_NUMBERS = (type(None), bool, int, float, str)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_TABLES = ("position_ids", "cache_position")  # of numbers that attention may read; of any other, nobody can tell
+
+
+class _AnyLayer:
+    """In place of a layer's number in what is computed for all layers of a kind: who asks for it is refused."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise Unsupported("attention that goes by the number of its layer")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __hash__ = _refuse
+    __str__ = __repr__ = __format__ = _refuse
+    __class__ = property(_refuse)  # type: ignore[assignment] - what `isinstance` asks
+
+
+def _frozen(value: Any) -> Hashable:
+    """Equal where ``value``, of numbers and containers, is; of anything else the object."""
+    if isinstance(value, dict):
+        return tuple((name, _frozen(each)) for name, each in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+class _Attention:
+    """What a layer's ``attention`` does between its linears when it is ``given`` these arguments; an `Attend`."""
+
+    def __init__(self, attention: Any, given: dict[str, Any]) -> None:
+        self._attention, self._given = attention, given
+
+    def __call__(self, x: Tensor, parts: list[Tensor]) -> Tensor:
+        found = dict(zip(_PROJECTIONS, parts, strict=False))
+        parts.clear()
+        linears = {name: functools.partial(lambda name, _: found.pop(name), name) for name in _PROJECTIONS[:3]}
+        twin = twin_of(self._attention, **linears, o_proj=lambda x: x)
+        return type(self._attention).forward(twin, x, **self._given)[0]
+
+    def kind(self) -> Hashable:
+        attention, names = self._attention, self._names()
+        given = {name: each for name, each in self._given.items() if name not in names}
+        own = {name: each for name, each in vars(attention).items() if name not in _OF_MODULES}
+        config, tables = own.pop("config", None), given.pop("position_embeddings", None)
+        own.pop("layer_idx", None)
+        known = type(tables) is tuple and all(isinstance(each, Tensor) for each in tables) and not attention._buffers
+        if not known or not all(isinstance(each, _NUMBERS) for each in (*given.values(), *own.values())):
+            return None
+        forward = type(attention).forward
+        functions = plain_class(attention).forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+        rules = forward, functions.get("sdpa"), id(config), attention.training
+        try:
+            found = rules, _frozen(vars(config)), _frozen(own), _frozen(given), len(tables), tuple(names)
+            hash(found)
+        except TypeError:
+            return None
+        return found
+
+    def _names(self) -> list[str]:
+        return [name for name in _TABLES if isinstance(self._given.get(name), Tensor)]
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._given["position_embeddings"], *(self._given[name] for name in self._names())]
+
+    def over(self, tensors: list[Tensor]) -> "_Attention":
+        number = len(self._given["position_embeddings"])
+        tables = {"position_embeddings": tuple(tensors[:number])}
+        tables |= dict(zip(self._names(), tensors[number:], strict=True))
+        of_none = {**vars(nn.Module()), "training": self._attention.training}  # graphs keep no layer alive
+        one = twin_of(self._attention, layer_idx=_AnyLayer(), **of_none)
+        object.__setattr__(one, "__class__", type(self._attention))
+        return _Attention(one, {**self._given, **tables})
+
+
+def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options: Any) -> _Attention:
     """What ``attention`` does between its linears in a call of the layer with these arguments."""
     given: dict[str, Any] = {}
 
@@ -262,15 +336,7 @@ def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options
         return _Nothing(), None
 
     _pass_of(original, layer, {"input_layernorm": lambda x: x, "self_attn": note, **_WITHOUT_MLP}, *args, **options)
-
-    def attend(x: Tensor, parts: list[Tensor]) -> Tensor:
-        found = dict(zip(_PROJECTIONS, parts, strict=False))
-        parts.clear()
-        linears = {name: functools.partial(lambda name, _: found.pop(name), name) for name in _PROJECTIONS[:3]}
-        twin = twin_of(attention, **linears, o_proj=lambda x: x)
-        return type(attention).forward(twin, x, **given)[0]
-
-    return attend
+    return _Attention(attention, given)
 
 
 def _probed_attention(layer: Any) -> tuple[type | None, str]:

@@ -1,4 +1,5 @@
-"""What training leaves of a GPU's memory, for loaded weights beyond the budget that was planned before it ran."""
+"""What training leaves of a GPU's memory, for loaded weights beyond the budget that was planned before it ran, and for
+graphs of layers."""
 
 import operator
 from collections.abc import Hashable
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs
 from vblackwell.machine.facts import gpu_bytes_left
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.movement.weights import WeightStreamer
 
 STEADY = 4  # steps. The first make what later ones find: states, compiled code, shadows as their pages come
 FILLED = 0.78  # of level 0, by weights that nothing has planned: what a step needs once in a while has room there too
+UNUSED = 0.05  # of level 0, by graphs
 MOST_KINDS = 64  # of forwards that are remembered
 
 
@@ -25,16 +28,20 @@ class SpareMemory:
     training, in recording gradients, or in how many models stream: it runs with the planned budget, what weights had
     beyond that goes back to the driver, and steps are watched anew. So does any with inputs that are no numbers,
     tensors or containers of them, or next to another streamed model.
+
+    ``graphs`` of layers come first: in the step after, weights have the planned budget once more. What those hold is
+    known then, so that they may have all but `UNUSED`.
     """
 
     def __init__(self, weights: WeightStreamer, stack: VGPUStack) -> None:
         self._weights, self._stack, self._planned = weights, stack, weights.budget_bytes
+        self.graphs = LayerGraphs()
         self._seen: dict[Hashable, list[list[int]]] = {}  # sizes of inputs, by what else a forward's memory goes by
         self._reserved = self._used = 0  # the most that was with the planned budget, in all of the GPU and of level 0
         self._watch()
 
     def _watch(self) -> None:
-        self._granted = False
+        self._granted, self._left = False, 0
         self._steps = self._last = self._forwards = 0  # steady ones; reserved at the last; forwards since then
 
     def begin_forward(self, inputs: Any, *, training: bool) -> None:
@@ -47,6 +54,7 @@ class SpareMemory:
             if len(self._seen) > MOST_KINDS:
                 self._seen.clear()
             if self._granted:
+                self.graphs.drop()
                 self._weights.rebudget(self._planned)
                 torch.cuda.empty_cache()  # or it would count as what a step needs
             self._watch()
@@ -61,6 +69,9 @@ class SpareMemory:
 
     def end_step(self) -> None:
         """A step is over, as far as the host is concerned."""
+        self.graphs.end_step()
+        if self._granted:
+            self._grant()  # graphs that take less than they might have, or save no time
         if self._granted or not self._forwards:
             return
         self.look()
@@ -69,9 +80,14 @@ class SpareMemory:
         if self._steps == STEADY:
             level0, device = self._stack.levels[0], self._stack.level0_device
             total = gpu_bytes_left(device) + torch.cuda.memory_allocated(device)
-            left = min(total - self._reserved, level0.capacity_bytes - self._used)
-            self._weights.rebudget(self._planned + max(0, left - int((1 - FILLED) * level0.capacity_bytes)))
+            self._left = max(0, min(total - self._reserved, level0.capacity_bytes - self._used))
+            self.graphs.allow(max(0, self._left - int(UNUSED * level0.capacity_bytes)))
+            self._grant()
             self._granted = True
+
+    def _grant(self) -> None:
+        rest = self._left - int((1 - FILLED) * self._stack.levels[0].capacity_bytes) - self.graphs.num_bytes
+        self._weights.rebudget(self._planned + max(0, rest))
 
 
 def _kind_and_sizes(inputs: Any, *, training: bool) -> tuple[Hashable, list[int]]:

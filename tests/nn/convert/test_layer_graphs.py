@@ -1,0 +1,300 @@
+"""Layers of a streamed model as CUDA graphs: the bits of those that are launched, and only where nothing else decides.
+
+Without a GPU what would be captured is called, through the same copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.llama import modeling_llama
+
+from tests.nn.convert.test_causal_lm import batch, gradients
+from tests.nn.convert.test_fused_modules_lean import (
+    assert_equal,
+    checkpointed,
+    family,
+    on_the_cpu,
+    wanted,  # noqa: F401 - a fixture
+)
+from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs, graphs_in_use
+from vblackwell.kernels.runtime.capture import Captured, capturing
+from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.memory.cache.stack import create_vgpu_stack
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.optimizer import VGPUAdamW
+
+MUCH = 1 << 40
+
+
+@pytest.fixture
+def fused(wanted) -> Iterator[None]:  # noqa: F811 - linears on the CPU may be fused
+    with use_backend("rotary", "triton"):
+        yield
+
+
+def accelerated(name: str, **sizes: int) -> nn.Module:
+    model = checkpointed(family(name, **sizes))
+    accelerate_causal_lm(model, loss=False)
+    return model
+
+
+def step(model: nn.Module, graphs: LayerGraphs, inputs: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
+    with graphs.used():
+        model.zero_grad()
+        found = gradients(model, **inputs)
+    graphs.end_step()
+    return found
+
+
+def graphed(model: nn.Module, **inputs: Any) -> LayerGraphs:
+    """Graphs of what ``model`` does in steps with these inputs."""
+    graphs = LayerGraphs()
+    for _ in range(2):
+        step(model, graphs, inputs)
+    graphs.allow(MUCH)
+    step(model, graphs, inputs)
+    return graphs
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["Qwen2", pytest.param("Llama", marks=pytest.mark.slow)])
+def test_graphs_of_one_layer_give_the_bits_of_all(name, fused):
+    model = accelerated(name)
+    graphs = graphed(model, **batch())
+    assert len(graphs._graphs) == 1
+    for seed in (1, 2):  # other inputs, and weights that have changed
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25)
+        assert_equal(step(model, graphs, batch(seed)), gradients(model, **batch(seed)))
+
+
+@on_the_cpu
+def test_what_decides_about_kernels_makes_another_kind(fused, monkeypatch):
+    """Gradients that are wanted, numbers of attention and its config, shapes, and PyTorch's switches."""
+    model = accelerated("Llama")
+    graphs = graphed(model, **batch())
+    (found,) = graphs._graphs.values()
+    calls: list[int] = []
+    for name in ("output", "gradients"):
+        method = getattr(found, name)
+        monkeypatch.setattr(found, name, lambda *args, method=method: calls.append(0) or method(*args))
+    step(model, graphs, batch())
+    assert len(calls) == 4
+
+    def launches(inputs: dict[str, Any], number: int = 4) -> None:
+        before = len(calls)
+        assert_equal(step(model, graphs, inputs), gradients(model, **inputs))
+        assert len(calls) == before + 4 - number
+
+    launches({name: each[:, :-1] for name, each in batch().items()})
+    first, second = model.model.layers
+    with monkeypatch.context() as patch:
+        patch.setattr(second.self_attn, "scaling", 0.5)
+        launches(batch(), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.config, "pretraining_tp", 2, raising=False)
+        launches(batch())
+    torch.use_deterministic_algorithms(True)
+    try:
+        launches(batch())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    launches(batch(), 0)
+    for param in first.parameters():
+        param.requires_grad_(False)
+    launches(batch(), 2)
+
+
+@on_the_cpu
+def test_masks_of_numbers_are_launched(fused):
+    mask = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.arange(3), 0)
+    graphs = graphed(accelerated("Llama"), **batch(), attention_mask=mask)
+    assert not graphs._graphs and not graphs._steps[-1]
+
+
+def with_attention(prepare: Callable[[Any, int], Any], factor: Callable[[Any], Any]) -> nn.Module:
+    """A model whose attention multiplies queries by ``factor`` of itself, of which ``prepare`` makes each."""
+    model = checkpointed(family("Llama"))
+    functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
+
+    class Attention(modeling_llama.LlamaAttention):
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **options):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            parts = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+            q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+            how = {"dropout": 0.0, "scaling": self.scaling, **options}
+            out, scores = functions["sdpa"](self, q * factor(self), k, v, attention_mask, **how)
+            return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), scores
+
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.__class__ = Attention
+        prepare(layer.self_attn, number)
+    accelerate_causal_lm(model, loss=False)
+    return model
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("prepare", "factor", "kinds"),
+    [
+        (lambda each, number: setattr(each, "warm", 1.0), lambda each: each.warm, 1),
+        (lambda each, number: setattr(each, "_warm", 1.0 + number), lambda each: each._warm, 2),
+        (lambda each, number: setattr(each, "warm", {"by": 1.0 + number}), lambda each: each.warm["by"], 0),
+        (lambda each, number: each.register_buffer("warm", torch.tensor(1.0 + number)), lambda each: each.warm, 0),
+    ],
+)
+def test_what_attention_holds_of_its_own_is_seen(prepare, factor, kinds, fused):
+    model = with_attention(prepare, factor)
+    graphs = graphed(model, **batch())
+    assert len(graphs._graphs) == kinds
+    assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    "factor", [lambda each: 1.0 + (each.layer_idx == 1), lambda each: 1.0 + isinstance(each.layer_idx, bool)]
+)
+def test_attention_that_goes_by_its_layers_number_is_launched(factor, fused):
+    model = with_attention(lambda each, number: None, factor)
+    with pytest.warns(UserWarning, match="cannot be captured: Unsupported: attention that goes by the number"):
+        graphs = graphed(model, **batch())
+    assert not graphs._graphs
+    assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
+
+
+@on_the_cpu
+def test_settings_under_which_names_raise_are_read_by_others(fused, monkeypatch):
+    """PyTorch's newer name of what fp32 products may do: where it is used, the older raises."""
+    model, products = accelerated("Llama"), torch.backends.cuda.matmul
+    before, graphs = products.fp32_precision, graphed(model, **batch())
+    try:
+        products.fp32_precision = "tf32"
+        assert_equal(step(model, graphs, batch()), gradients(model, **batch()))
+        assert len(graphs._steps[-1]) == 1  # launched
+    finally:
+        products.fp32_precision = before
+
+
+@on_the_cpu
+def test_dropped_graphs_are_gone_and_a_dead_owner_is_not_used(fused):
+    model = accelerated("Llama")
+    graphs = graphed(model, **batch())
+    graphs.drop()
+    assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
+    assert not graphs._graphs and len(graphs._steps[-1]) == 1
+    interrupted = contextlib.ExitStack()
+    interrupted.enter_context(graphs.used())
+    assert graphs_in_use() is graphs
+    gone = weakref.ref(graphs)
+    interrupted.pop_all()
+    del graphs, interrupted
+    gc.collect()
+    assert gone() is None and graphs_in_use() is None
+
+
+@on_the_cpu
+def test_only_the_step_after_captures_what_the_last_two_had(fused):
+    model, graphs = accelerated("Llama"), LayerGraphs()
+    shorter = {name: each[:, :-1] for name, each in batch().items()}
+    step(model, graphs, batch())
+    graphs.allow(MUCH)  # one step says nothing of the next
+    assert graphs.num_bytes == 0
+    step(model, graphs, shorter)
+    step(model, graphs, batch())
+    graphs.allow(MUCH)
+    assert graphs.num_bytes == 0
+    step(model, graphs, batch())
+    graphs.allow(MUCH)
+    assert graphs.num_bytes == MUCH
+    step(model, graphs, shorter)
+    assert graphs.num_bytes == 0 and not graphs._graphs
+    step(model, graphs, batch())
+    assert not graphs._graphs
+
+
+@pytest.mark.gpu
+def test_a_capture_that_a_wait_ends_leaves_the_allocator_as_it_was():
+    """Memory that another stream has used comes back when that is done, which it never does while torch captures."""
+    device, other = torch.device("cuda"), torch.cuda.Stream()
+    x = torch.ones(8, device=device)
+
+    def kept() -> int:
+        for _ in range(20):
+            memory = torch.empty(1 << 20, device=device)
+            with torch.cuda.stream(other):
+                memory.add_(1)
+            memory.record_stream(other)
+            del memory
+        torch.cuda.synchronize()
+        torch.empty(1 << 20, device=device)  # which looks for memory
+        return torch.cuda.memory_allocated(device)
+
+    before = kept()
+    with pytest.raises(RuntimeError), capturing(device):
+        Captured(lambda: x.sum().item(), torch.cuda.graph_pool_handle())
+    assert not torch.cuda.is_current_stream_capturing()
+    assert [kept(), kept()] == [before, before]
+    with capturing(device):
+        (x * 3).sum()
+        three = Captured(lambda: x * 3, torch.cuda.graph_pool_handle())
+    assert three().tolist() == [3.0] * 8
+
+
+@pytest.mark.gpu
+def test_streamed_layers_in_graphs_train_to_the_same_bits(monkeypatch):
+    """And give back no more than they say that they hold: of that libraries keep their workspace."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}
+    torch.use_deterministic_algorithms(True)
+    runs = []
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            for allowed in (True, False):
+                with monkeypatch.context() as patch:
+                    if not allowed:
+                        patch.setattr(LayerGraphs, "allow", lambda self, num_bytes: None)
+                    runs.append(trained(family("Llama", **sizes), steps=14))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (graphs, losses, weights), (none, right_losses, right_weights) = runs
+    assert len(graphs) == 1 and not none
+    assert losses == right_losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, right_weights, strict=True))
+
+
+def trained(model: nn.Module, steps: int) -> tuple[list[Any], list[float], list[torch.Tensor]]:
+    """Graphs, losses and weights of a model that streams under 1 GiB."""
+    device = torch.device("cuda")
+    with create_vgpu_stack("1GiB", "2GiB", device=device, cap_process=False) as stack:
+        model = enable_vgpu_stack_optimization(
+            checkpointed(model), stack, placement="streamed", compute_dtype=torch.bfloat16
+        )
+        optimizer, losses = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True, max_grad_norm=1.0), []
+        for seed in range(steps):
+            ids = torch.randint(0, 512, (2, 256), generator=torch.Generator().manual_seed(seed)).to(device)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = offload_of(model)
+        graphs = engine.step_control.graphs
+        found, held = list(graphs._graphs), graphs.num_bytes
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        graphs.drop()
+        torch.cuda.empty_cache()
+        given_back = before - torch.cuda.memory_reserved(device)
+        assert (0 < given_back <= held) if found else (given_back == held == 0)
+        return found, losses, [param.detach().cpu() for param in model.parameters()]

@@ -1,0 +1,302 @@
+"""Passes of layers as CUDA graphs, where a layer's kernels take less than the host needs to launch them.
+
+One pair of graphs, of the output and of the gradients, serves all layers of a kind: what differs between layers (input,
+weights, the gradient of the output, tables of positions) is copied to where the graphs read it, and what they give is
+copied out. These copies take about a hundredth of what launches take. The kernels and their order are those of the
+passes themselves, and so are the bits.
+
+A kind is all that decides about kernels: shapes, types, numbers, which gradients are wanted, the stream, and PyTorch's
+switches. What cannot be told apart by it is launched as it is.
+"""
+
+import re
+import threading
+import time
+import warnings
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.runtime.capture import Captured, capturing
+from vblackwell.kernels.runtime.registry import asked_for, computes_at_once, functions_are_seen
+
+ALIGNMENT = 512  # bytes, of all that torch allocates on a GPU
+_OPS = ("rms_norm", "swiglu", "rotary")  # of a layer: `use_backend` may name one
+# PyTorch's own for products and attention, whatever it calls them.
+_SWITCHES: list[Callable[[], Any]] = [
+    getattr(torch._C, name)
+    for name in dir(torch._C)
+    if name.startswith("_get_") and re.search("sdp|cublas|blas_preferred|deterministic", name) and "tf32" not in name
+]
+
+
+_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+
+NO_LONGER = 1.1  # where the GPU waits for each launch it ends with the host, but for its last kernel
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Attend(Protocol):
+    """Of a tensor (..., D), for its shape, and a list of queries, keys and values (..., N) as linears give them, which
+    it empties; gives what the last linear takes. Draws no numbers, and no tensor of its own wants a gradient."""
+
+    def __call__(self, x: Tensor, parts: list[Tensor]) -> Tensor: ...
+
+    def kind(self) -> Hashable:
+        """Equal for those that compute the same function of their arguments and `tensors`; None: nobody can tell."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it reads beside its arguments."""
+        ...
+
+    def over(self, tensors: list[Tensor]) -> "Attend":
+        """The same for all layers of its `kind`, reading ``tensors``."""
+        ...
+
+
+class Passes(NamedTuple):
+    """The output (..., D) of a layer, and the gradients of it with respect to the input and each weight, or None."""
+
+    output: Callable[[Attend, Tensor, Sequence[Tensor | None]], Tensor]
+    gradients: Callable[[Attend, Tensor, Tensor, Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+def kind_of(attend: Attend, numbers: Hashable, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:
+    """See the module's text; ``numbers`` are the caller's. None: nobody can tell."""
+    tables = attend.tensors()
+    if not all(map(lies_as_usual, (x, *weights))) or any(each.device != x.device for each in tables):
+        return None
+    if not computes_at_once() or functions_are_seen() or (own := attend.kind()) is None:
+        return None
+    shapes = tuple(None if each is None else each.shape for each in weights)
+    read = tuple((each.shape, each.stride(), each.dtype) for each in tables)
+    return own, numbers, x.shape, x.dtype, x.device, shapes, read, _switches(x.device)
+
+
+def lies_as_usual(tensor: Tensor | None) -> bool:
+    """Whether it lies as memory of its own does, for which libraries choose kernels by addresses too."""
+    return tensor is None or (tensor.is_contiguous() and (not tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0))
+
+
+def _switches(device: torch.device) -> Hashable:
+    """What else chooses kernels."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    asked = tuple(map(asked_for, _OPS))
+    return stream, asked, torch.get_default_dtype(), _fp32_precision(), str([each() for each in _SWITCHES])
+
+
+def _fp32_precision() -> str | bool:
+    products = torch.backends.cuda.matmul
+    found: str | None = getattr(products, "fp32_precision", None)  # where it is set, the older name raises
+    return products.allow_tf32 if found is None else found
+
+
+class _Graphs:
+    """The two passes of one kind of layers, and where they read what differs."""
+
+    def __init__(
+        self, passes: Passes, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None], pool: Any
+    ) -> None:
+        self._x, self._dy = torch.empty_like(x), torch.empty_like(dy)
+        self._weights = [None if each is None else torch.empty_like(each) for each in weights]
+        self._tables = [torch.empty_like(each) for each in attend.tensors()]
+        self._attend = own = attend.over(self._tables)  # the kind names what it refers to
+        compute = (
+            lambda: passes.output(own, self._x, self._weights),
+            lambda: passes.gradients(own, self._dy, self._x, self._weights),
+        )
+        self._fill(attend, x, weights, dy)
+        for each in compute:
+            each()
+        if pool is not None:
+            self.wait()
+            torch.cuda.empty_cache()  # of this stream: nothing else will run there
+        self._output, self._gradients = (Captured[Any](each, pool) for each in compute)
+
+    def _fill(self, attend: Attend, x: Tensor, weights: Sequence[Tensor | None], dy: Tensor | None = None) -> None:
+        _copy_all(self._tables, attend.tensors())
+        pairs = [(self._x, x), *zip(self._weights, weights, strict=True), *([] if dy is None else [(self._dy, dy)])]
+        pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
+        _copy_all([a for a, _ in pairs], [b for _, b in pairs])
+
+    def output(self, attend: Attend, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        self._fill(attend, x, weights)
+        return self._output().clone()
+
+    def gradients(self, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+        self._fill(attend, x, weights, dy)
+        given = self._gradients()
+        found = [None if each is None else torch.empty_like(each) for each in given]
+        _copy_all([a for a in found if a is not None], [b for b in given if b is not None])
+        return found
+
+    def wait(self) -> None:
+        """Return when the GPU is done with it."""
+        if self._x.is_cuda:
+            torch.cuda.synchronize(self._x.device)
+
+    def seconds(self, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> float:
+        """What both passes take; the first ones bring the graphs to the GPU."""
+        events = []
+        for _ in range(2):
+            self.output(attend, x, weights)
+            self.gradients(attend, dy, x, weights)
+            events.append(_recorded())
+        self.wait()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+
+@dataclass
+class _Launched:
+    """Passes of a kind in one step, and how long the host launched them; of the first gradients, too, and the GPU's
+    events before and after them."""
+
+    layers: int = 0
+    seconds: float = 0.0
+    first_seconds: float = 0.0
+    events: Sequence[torch.cuda.Event] = ()
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GPU took no longer for the first gradients than the host, which it may have waited for."""
+        if not self.events:
+            return True
+        begun, ended = self.events
+        return ended.query() and begun.elapsed_time(ended) / 1e3 <= NO_LONGER * self.first_seconds
+
+
+class LayerGraphs:
+    """The graphs of one model's layers: none until `allow`, and none that saves no time. Nothing of it waits for the
+    GPU but a capture and `drop`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._graphs: dict[Hashable, _Graphs] = {}
+        self._steps = deque[dict[Hashable, _Launched]](maxlen=2)
+        self._step = defaultdict[Hashable, _Launched](_Launched)
+        self._wanted: set[Hashable] = set()
+        self._limit = self._held = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the GPU's memory: what graphs hold, or may take in this step."""
+        return max(self._limit, self._held)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, layers of this thread, and their gradients, go through the graphs that there are."""
+        before, _used.graphs = getattr(_used, "graphs", None), weakref.ref(self)
+        try:
+            yield
+        finally:
+            _used.graphs = before
+
+    def end_step(self) -> None:
+        """A step is over: no graph is captured after the first that follows `allow`."""
+        self._steps.append(dict(self._step))
+        self._step.clear()
+        self._wanted.clear()
+        self._limit = 0
+
+    def allow(self, num_bytes: int) -> None:
+        """Let the next step capture, in so much of the GPU's memory, what each of the last two has launched and the GPU
+        waited for. To try it takes as much: where the process has no more, nothing is captured."""
+        both = set.intersection(*map(set, self._steps)) if len(self._steps) > 1 else set()
+        self._wanted = {kind for kind in both if self._steps[-1][kind].waits_for_host}
+        self._limit = num_bytes if self._wanted else 0
+
+    def drop(self) -> None:
+        """Give all memory back to torch's cache, when the GPU is done with it."""
+        with self._lock:
+            for graphs in self._graphs.values():
+                graphs.wait()
+            self._graphs.clear()
+            self._wanted.clear()
+        self._steps.clear()
+        self._limit = self._held = 0
+
+    def output(
+        self, kind: Hashable, passes: Passes, attend: Attend, x: Tensor, weights: Sequence[Tensor | None]
+    ) -> Tensor:
+        with self._lock:
+            found = self._graphs.get(kind)
+            if found is not None:
+                return found.output(attend, x, weights)
+        began = time.perf_counter()
+        y = passes.output(attend, x, weights)
+        self._step[kind].seconds += time.perf_counter() - began
+        return y
+
+    def gradients(
+        self, kind: Hashable, passes: Passes, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        with self._lock:
+            if kind in self._wanted:
+                self._wanted.discard(kind)
+                self._capture(kind, passes, attend, dy, x, weights)
+            found = self._graphs.get(kind)
+            if found is not None:
+                return found.gradients(attend, dy, x, weights)
+        launched = self._step[kind]
+        first = launched.layers == 0 and x.device.type == "cuda"
+        began = time.perf_counter()
+        events = [_recorded()] if first else []
+        gradients = passes.gradients(attend, dy, x, weights)
+        seconds = time.perf_counter() - began
+        if first:
+            launched.events, launched.first_seconds = [*events, _recorded()], seconds
+        launched.layers += 1
+        launched.seconds += seconds
+        return gradients
+
+    def _capture(
+        self, kind: Hashable, passes: Passes, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+    ) -> None:
+        given, on_gpu = (attend, dy, x, weights), x.device.type == "cuda"
+        before = self._reserved(x.device) if on_gpu else 0
+        try:
+            if on_gpu:
+                with capturing(x.device):
+                    graphs = _Graphs(passes, *given, torch.cuda.graph_pool_handle())
+                launched = self._steps[-1][kind]
+                pays = graphs.seconds(*given) < launched.seconds / max(1, launched.layers)
+                held = max(0, self._reserved(x.device) - before)
+            else:
+                graphs, pays, held = _Graphs(passes, *given, None), True, 0
+            if pays and self._held + held <= self._limit:
+                self._graphs[kind] = graphs
+                self._held += held
+        except torch.OutOfMemoryError:
+            pass  # what it would be for is speed
+        except Exception as error:  # whatever a foreign attention raises is a reason to launch it
+            told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            warnings.warn(f"layers are launched kernel by kernel, as they cannot be captured: {told}", stacklevel=2)
+        if on_gpu and kind not in self._graphs:
+            graphs = None
+            self._reserved(x.device)  # what was tried goes back to the driver
+
+    @staticmethod
+    def _reserved(device: torch.device) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device)
+
+
+_used = threading.local()
+
+
+def graphs_in_use() -> LayerGraphs | None:
+    """What `LayerGraphs.used` says in this thread."""
+    found = getattr(_used, "graphs", None)  # an interrupt may leave it there, when nothing else wants it any more
+    return None if found is None else found()
