@@ -289,6 +289,7 @@ class LayerGraphs:
 
     @staticmethod
     def _reserved(device: torch.device) -> int:
+        torch.cuda.synchronize(device)  # memory that a stream still uses would be given back by the second call alone
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device)
 
