@@ -107,7 +107,8 @@ def two_part() -> set[str]:
 
 
 SOURCES = {
-    "three lines of Python, clipping on": lambda: lines("2026-11-28T08:32", "2026-11-28T08:32"),
+    "three lines of Python, clipping on": lambda: lines("2026-11-28T16:41", "2026-11-28T16:41"),
+    "the same that morning": lambda: lines("2026-11-28T08:32", "2026-11-28T08:32"),
     "the same on a busy host": lambda: lines("2026-11-28T06:49", "2026-11-28T06:49"),
     "the same on the busy host": lambda: lines("2026-11-28T06:50", "2026-11-28T06:49"),
     "the same there": lambda: lines("2026-11-28T06:51", "2026-11-28T06:49"),
