@@ -2,7 +2,7 @@
 
 One pair of graphs, of the output and of the gradients, serves all layers of a kind: what differs between layers (input,
 weights, the gradient of the output, tables of positions) is copied to where the graphs read it, and what they give is
-copied out. These copies take about a hundredth of what launches take. The kernels and their order are those of the
+copied out. These copies take some hundredths of what launches take. The kernels and their order are those of the
 passes themselves, and so are the bits.
 
 A kind is all that decides about kernels: shapes, types, numbers, which gradients are wanted, the stream, and PyTorch's
@@ -35,10 +35,7 @@ _SWITCHES: list[Callable[[], Any]] = [
     if name.startswith("_get_") and re.search("sdp|cublas|blas_preferred|deterministic", name) and "tf32" not in name
 ]
 
-
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-
-
 NO_LONGER = 1.1  # where the GPU waits for each launch it ends with the host, but for its last kernel
 
 
