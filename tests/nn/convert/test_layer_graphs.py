@@ -32,6 +32,7 @@ from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.movement import spare
 from vblackwell.offload.optimizer import VGPUAdamW
 
 MUCH = 1 << 40
@@ -255,7 +256,8 @@ def test_a_capture_that_a_wait_ends_leaves_the_allocator_as_it_was():
 
 @pytest.mark.gpu
 def test_streamed_layers_in_graphs_train_to_the_same_bits(monkeypatch):
-    """Whether they would save time is not asked: other processes use the GPU meanwhile."""
+    """Whether they would save time, and steps are steady, is not asked: other processes use the GPU meanwhile."""
+    monkeypatch.setattr(spare, "STEADY", 1)
     monkeypatch.setattr(layer_graphs._Launched, "waits_for_host", True)
     monkeypatch.setattr(layer_graphs._Graphs, "seconds", lambda *given: 0.0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}
