@@ -13,6 +13,7 @@ Legend: D width, M rows, N features out of a linear.
 
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _parts(x: Tensor, norm_D: Tensor, eps: float, linears: Sequence[Any]) -> lis
     return [functional.linear(n, *linears[at : at + 2]) for at in (0, 2, 4)]
 
 
-def _output(attend: Attend, epsilons: tuple[float, float], x: Tensor, weights: Sequence[Any]) -> Tensor:
+def _output(epsilons: tuple[float, float], attend: Attend, x: Tensor, weights: Sequence[Any]) -> Tensor:
     (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
     h = functional.linear(attend(x, _parts(x, first_D, epsilons[0], linears)), *linears[6:]).add_(x)
     return feed_forward_block(h, second_D, epsilons[1], *feed_forward, True)
@@ -101,17 +102,14 @@ class _Layer(torch.autograd.Function):
 def _passes_and_kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> tuple[Passes, Hashable]:
     """What computes a layer, and its kind, None where no graph may."""
     epsilons, wanted = ctx.epsilons, ctx.needs_input_grad[4:]
-    passes = Passes(
-        lambda attend, x, weights: _output(attend, epsilons, x, weights),
-        lambda attend, dy, x, weights: _gradients(attend, epsilons, wanted, dy, x, weights),
-    )
+    passes = Passes(partial(_output, epsilons), partial(_gradients, epsilons, wanted))
     return passes, ctx.graphs and kind_of(ctx.attend, (epsilons, wanted, ctx.autocast), x, weights)
 
 
 def _gradients(
-    attend: Attend,
     epsilons: tuple[float, float],
     wanted: Sequence[bool],
+    attend: Attend,
     dy: Tensor,
     x: Tensor,
     weights: Sequence[Any],
