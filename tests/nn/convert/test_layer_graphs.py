@@ -207,6 +207,19 @@ def test_dropped_graphs_are_gone_and_a_dead_owner_is_not_used(fused):
 
 
 @on_the_cpu
+def test_where_memory_is_short_layers_are_launched_and_that_is_told(fused, monkeypatch):
+    def refuse(*given: Any) -> None:
+        raise torch.OutOfMemoryError("of the GPU")
+
+    model = accelerated("Llama")
+    monkeypatch.setattr(layer_graphs, "_Graphs", refuse)
+    with pytest.warns(UserWarning, match="launched kernel by kernel.*OutOfMemoryError: of the GPU"):
+        graphs = graphed(model, **batch())
+    assert not graphs._graphs and graphs.num_bytes == 0
+    assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
+
+
+@on_the_cpu
 def test_only_the_step_after_captures_what_the_last_two_had(fused):
     model, graphs = accelerated("Llama"), LayerGraphs()
     shorter = {name: each[:, :-1] for name, each in batch().items()}

@@ -275,9 +275,7 @@ class LayerGraphs:
             if pays and self._held + held <= self._limit:
                 self._graphs[kind] = graphs
                 self._held += held
-        except torch.OutOfMemoryError:
-            pass  # what it would be for is speed
-        except Exception as error:  # whatever a foreign attention raises is a reason to launch it
+        except Exception as error:  # no memory, or whatever a foreign attention raises: a reason to launch it
             told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             warnings.warn(f"layers are launched kernel by kernel, as they cannot be captured: {told}", stacklevel=2)
         if on_gpu and kind not in self._graphs:

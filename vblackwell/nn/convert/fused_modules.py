@@ -302,7 +302,8 @@ class _Attention:
         if not known or not all(isinstance(each, _NUMBERS) for each in (*given.values(), *own.values())):
             return None
         forward = type(attention).forward
-        functions = plain_class(attention).forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
+        names_of_module = getattr(plain_class(attention).forward, "__globals__", {})
+        functions = names_of_module.get("ALL_ATTENTION_FUNCTIONS", {})
         rules = forward, functions.get("sdpa"), id(config), attention.training
         try:
             found = rules, _frozen(vars(config)), _frozen(own), _frozen(given), len(tables), tuple(names)
