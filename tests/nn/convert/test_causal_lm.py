@@ -37,13 +37,13 @@ MODELS = {
     "Llama": (SHAPE, {"norm": 5, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
     "Qwen2": (SHAPE, {"norm": 5, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
     "Qwen3": ({**SHAPE, "head_dim": 8}, {"norm": 9, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
-    "Phi3": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
+    "Phi3": (SHAPE, {"norm": 5, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
     "Mixtral": (MOE, {"norm": 5, "gate": 2, "rotary": 2, "loss": 1}, ""),
-    "GPT2": (GPT2, {"activation": 2, "loss": 1}, ""),
+    "GPT2": (GPT2, {"activation": 2, "layer": 2, "loss": 1}, ""),
     "Gemma2": ({**SHAPE, "head_dim": 8}, {"rotary": 2}, "weight * x / rms"),  # 1 + weight, GELU, capped logits
     "Cohere": (SHAPE, {"feed_forward": 2}, "a scale or a cap"),  # neighbouring pairs, scaled logits
     # A scale of 1 unless it is given.
-    "Granite": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2}, "a scale or a cap"),
+    "Granite": (SHAPE, {"norm": 5, "feed_forward": 2, "layer": 2, "rotary": 2}, "a scale or a cap"),
 }
 
 

@@ -15,24 +15,28 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import modeling_llama
 
-from tests.nn.convert.test_causal_lm import batch, gradients
+from tests.nn.convert.test_causal_lm import GPT2, batch, build, gradients
 from tests.nn.convert.test_fused_modules_lean import (
+    FAMILIES,
     assert_equal,
     checkpointed,
     family,
     on_the_cpu,
     wanted,  # noqa: F401 - a fixture
 )
+from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.kernels.pointwise import layer_graphs
 from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs, graphs_in_use
 from vblackwell.kernels.runtime.capture import Captured, capturing
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement import spare
+from vblackwell.offload.movement.activations import Boundary
 from vblackwell.offload.optimizer import VGPUAdamW
 
 MUCH = 1 << 40
@@ -45,7 +49,7 @@ def fused(wanted) -> Iterator[None]:  # noqa: F811 - linears on the CPU may be f
 
 
 def accelerated(name: str, **sizes: int) -> nn.Module:
-    model = checkpointed(family(name, **sizes))
+    model = checkpointed(family(name, **sizes) if name in FAMILIES else build(name))
     accelerate_causal_lm(model, loss=False)
     return model
 
@@ -69,7 +73,9 @@ def graphed(model: nn.Module, **inputs: Any) -> LayerGraphs:
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ["Qwen2", pytest.param("Llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["Qwen2", "GPT2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Phi3"))]
+)
 def test_graphs_of_one_layer_give_the_bits_of_all(name, fused):
     model = accelerated(name)
     graphs = graphed(model, **batch())
@@ -239,6 +245,93 @@ def test_only_the_step_after_captures_what_the_last_two_had(fused):
     assert not graphs._graphs
 
 
+def own_layers(change: Callable[[Any], None]) -> nn.Module:
+    """GPT-2's, changed before the model is accelerated."""
+    model = checkpointed(build("GPT2"))
+    for layer in model.transformer.h:
+        change(layer)
+    accelerate_causal_lm(model, loss=False)
+    return model
+
+
+def counting(layer: Any) -> None:
+    """Let it keep something of a call."""
+
+    class Counting(type(layer)):
+        def forward(self, hidden_states, *args, **options):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(hidden_states, *args, **options)
+
+    Counting.__module__ = type(layer).__module__
+    layer.__class__ = Counting
+
+
+def answering_twice(layer: Any) -> None:
+    layer.mlp.dropout.register_forward_hook(lambda *args: None)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [
+        (lambda layer: setattr(layer.mlp.dropout, "p", 0.2), {False}),
+        (counting, {False}),
+        (answering_twice, set()),
+        (lambda layer: layer.mlp.register_buffer("table", torch.ones(1)), set()),
+        (lambda layer: layer.register_forward_hook(lambda *args: None), set()),
+    ],
+)
+def test_layers_that_draw_numbers_or_keep_something_stay_checkpoints(change, known, fused):
+    model, graphs = own_layers(change), LayerGraphs()
+    torch.manual_seed(1)
+    found = [step(model, graphs, batch(seed)) for seed in range(3)]
+    torch.manual_seed(1)
+    for seed, right in enumerate(found):
+        assert_equal(right, gradients(model, **batch(seed)))
+    assert set(graphs.alone.values()) == known and not any(graphs._steps[-1])
+
+
+@on_the_cpu
+def test_own_layers_keep_their_input_and_weights_alone(fused):
+    model, graphs, kept = own_layers(lambda layer: None), LayerGraphs(), list[torch.Tensor]()
+    layer, x = model.transformer.h[0], torch.randn(2, 6, 32, requires_grad=True)
+    with graphs.used():
+        layer(x)  # draws nothing
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+            y = layer(x)
+    assert {id(each) for each in kept} == {id(each) for each in (x, *layer.parameters())}
+    assert torch.equal(y, layer(x))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_streamed_layers_bring_their_inputs_back(name, fused, make_stack, monkeypatch):  # noqa: F811
+    """Once each, by the store that a checkpoint's inputs wait in."""
+    runs, sent, took = [], list[int](), Boundary.__init__
+    monkeypatch.setattr(Boundary, "__init__", lambda self, *args: sent.append(0) or took(self, *args))
+    for placement, level0 in (("resident", 8 << 20), ("streamed", 192 << 10)):
+        model = checkpointed(family(name) if name in FAMILIES else build(name))
+        where = {"placement": placement, "activations": "host", "accelerate": True}
+        model = enable_vgpu_stack_optimization(model, make_stack(level0), **where)
+        optimizer, engine = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True), offload_of(model)
+        if placement == "streamed":
+            engine.step_control.graphs = LayerGraphs()
+            engine.activations._smallest_bytes = 0
+        for seed in range(4):
+            sent.clear()
+            loss = model(**batch(seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runs.append(loss.item())
+        if placement == "streamed":
+            (launched,) = engine.step_control.graphs._step.values()
+            assert launched.layers == (7 if name == "GPT2" else 8)  # one has run to be known
+            assert len(sent) == 2  # one input each
+        release(model)
+    assert runs[:4] == runs[4:]
+
+
 @pytest.mark.gpu
 def test_a_capture_that_a_wait_ends_leaves_the_allocator_as_it_was():
     """Memory that another stream has used comes back when that is done, which it never does while torch captures."""
@@ -268,12 +361,14 @@ def test_a_capture_that_a_wait_ends_leaves_the_allocator_as_it_was():
 
 
 @pytest.mark.gpu
-def test_streamed_layers_in_graphs_train_to_the_same_bits(monkeypatch):
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_streamed_layers_in_graphs_train_to_the_same_bits(name, monkeypatch):
     """Whether they would save time, and steps are steady, is not asked: other processes use the GPU meanwhile."""
     monkeypatch.setattr(spare, "STEADY", 1)
     monkeypatch.setattr(layer_graphs._Launched, "waits_for_host", True)
     monkeypatch.setattr(layer_graphs._Graphs, "seconds", lambda *given: 0.0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}
+    gpt2 = {**GPT2, "n_embd": 256, "n_layer": 6, "vocab_size": 512, "n_positions": 256}
     torch.use_deterministic_algorithms(True)
     runs = []
     try:
@@ -282,7 +377,9 @@ def test_streamed_layers_in_graphs_train_to_the_same_bits(monkeypatch):
                 with monkeypatch.context() as patch:
                     if not allowed:
                         patch.setattr(LayerGraphs, "allow", lambda self, num_bytes: None)
-                    runs.append(trained(family("Llama", **sizes), steps=14))
+                    torch.manual_seed(0)
+                    model = GPT2LMHeadModel(GPT2Config(**gpt2)) if name == "GPT2" else family(name, **sizes)
+                    runs.append(trained(model, steps=14))
     finally:
         torch.use_deterministic_algorithms(False)
     (graphs, losses, weights), (none, right_losses, right_weights) = runs

@@ -1,18 +1,18 @@
-"""A whole pre-norm layer, attention and feed-forward, for one that is computed again in backward and whose input is
-kept in any case: it saves that and its weights alone, so the second pass of a checkpoint computes nothing.
+"""A whole layer as one operation that keeps its input and its weights alone, and computes the rest again in backward:
+in place of a checkpoint around it, which does the same by a second forward of the module, its hooks and all.
 
-Backward computes the attention half once more and keeps of it what autograd would. Operations, their order, and so the
-bits are those of `rms_norm`, linear layers, the caller's attention and `feed_forward_block` one after the other, with
-one node for autograd in place of two dozen. Attention is a function of the caller's, whose own small graph is made and
-used inside backward: whatever it is made of, nobody has to know its derivative.
+Of a pre-norm layer backward computes the attention half once more and keeps of it what autograd would. Operations,
+their order, and so the bits are those of `rms_norm`, linear layers, the caller's attention and `feed_forward_block` one
+after the other, with one node for autograd in place of two dozen. Attention is a function of the caller's, whose own
+small graph is made and used inside backward: whatever it is made of, nobody has to know its derivative.
 
 Not an op: it consists of ops and launches nothing itself, so traces see what it does.
 
 Legend: D width, M rows, N features out of a linear.
 """
 
-from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,26 +23,31 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from vblackwell.kernels.pointwise.layer_graphs import Attend, Passes, graphs_in_use, kind_of, lies_as_usual
+from vblackwell.kernels.pointwise.layer_graphs import Foreign, Passes, graphs_in_use, kind_of, lies_as_usual
 from vblackwell.kernels.pointwise.linears import _feed_forward_block_backward, feed_forward_block
 from vblackwell.kernels.pointwise.rows import _rms_norm, _rms_norm_backward
 
 
-def layer_block(
-    attend: Attend, epsilons: tuple[float, float], wanted: bool, x: Tensor, *weights: Tensor | None
-) -> Tensor:
+def layer_block(attend: Foreign, epsilons: tuple[float, float], x: Tensor, *weights: Tensor | None) -> Tensor:
     """``h + feed_forward(rms_norm(h))`` of ``h = x + o(attend(q(n), k(n), v(n)))`` with ``n = rms_norm(x)``, (..., D).
 
     Args:
         epsilons: of the two norms.
-        wanted: False leaves the result unwritten, as for `feed_forward_block`.
         weights: the norms' (D,); gate's, up's and down's; then weight and bias, or None, of q, k, v and o. All of the
             type of ``x``, and on CUDA, as for `feed_forward_block`, which raises what is raised here.
     """
-    tensors = (x, *weights)
+    return _layer(attend, partial(_passes_of_block, epsilons), ("block", epsilons), x, *weights)
+
+
+def own_layer(forward: Foreign, x: Tensor, *weights: Tensor | None) -> Tensor:
+    """``forward(x, weights)``, (..., D): a layer that nobody has to know, as autograd derives it."""
+    return _layer(forward, _passes_of_own, "own", x, *weights)
+
+
+def _layer(foreign: Foreign, passes: Callable[..., Passes], numbers: Hashable, *tensors: Tensor | None) -> Tensor:
     if has_torch_function(tensors):
-        return handle_torch_function(layer_block, tensors, attend, epsilons, wanted, x, *weights)
-    return _Layer.apply(attend, epsilons, wanted, x, *weights)
+        return handle_torch_function(_layer, tensors, foreign, passes, numbers, *tensors)
+    return _Layer.apply(foreign, passes, numbers, *tensors)
 
 
 class _Sources(torch.autograd.Function):
@@ -64,7 +69,7 @@ def _parts(x: Tensor, norm_D: Tensor, eps: float, linears: Sequence[Any]) -> lis
     return [functional.linear(n, *linears[at : at + 2]) for at in (0, 2, 4)]
 
 
-def _output(epsilons: tuple[float, float], attend: Attend, x: Tensor, weights: Sequence[Any]) -> Tensor:
+def _output(epsilons: tuple[float, float], attend: Foreign, x: Tensor, weights: Sequence[Any]) -> Tensor:
     (first_D, second_D, *feed_forward), linears = weights[:5], weights[5:]
     h = functional.linear(attend(x, _parts(x, first_D, epsilons[0], linears)), *linears[6:]).add_(x)
     return feed_forward_block(h, second_D, epsilons[1], *feed_forward, True)
@@ -73,17 +78,16 @@ def _output(epsilons: tuple[float, float], attend: Attend, x: Tensor, weights: S
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, attend: Attend, epsilons: tuple[float, float], wanted: bool, x: Tensor, *weights: Tensor
+        ctx: Any, foreign: Foreign, passes: Callable[..., Passes], numbers: Hashable, x: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.attend, ctx.epsilons, ctx.autocast = attend, epsilons, _autocast(x)
-        graphs = ctx.graphs = graphs_in_use()
+        ctx.foreign, ctx.graphs, autocast = foreign, graphs_in_use(), _autocast(x)
+        ctx.autocast, wanted = autocast, ctx.needs_input_grad[4:]
+        ctx.passes, ctx.numbers = passes(wanted), (numbers, wanted, autocast)
         ctx.save_for_backward(x, *weights)
-        if not wanted:
-            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        passes, kind = _passes_and_kind(ctx, x, weights)
-        if graphs is None or kind is None:
-            return passes.output(attend, x, weights)
-        return graphs.output(kind, passes, attend, x, weights)
+        kind = _kind(ctx, x, weights)
+        if kind is None or ctx.graphs is None:
+            return ctx.passes.output(foreign, x, weights)
+        return ctx.graphs.output(kind, ctx.passes, foreign, x, weights)
 
     @staticmethod
     @once_differentiable
@@ -91,25 +95,61 @@ class _Layer(torch.autograd.Function):
         x, *weights = ctx.saved_tensors  # read once: a checkpoint unpacks them
         dtype = ctx.autocast
         with nullcontext() if dtype == _autocast(x) else torch.autocast(x.device.type, dtype, dtype is not None):
-            passes, kind = _passes_and_kind(ctx, x, weights)
+            kind = _kind(ctx, x, weights)
             if kind is None or dy.dtype != x.dtype or not lies_as_usual(dy):
-                gradients = passes.gradients(ctx.attend, dy, x, weights)
+                gradients = ctx.passes.gradients(ctx.foreign, dy, x, weights)
             else:
-                gradients = ctx.graphs.gradients(kind, passes, ctx.attend, dy, x, weights)
+                gradients = ctx.graphs.gradients(kind, ctx.passes, ctx.foreign, dy, x, weights)
         return None, None, None, *gradients
 
 
-def _passes_and_kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> tuple[Passes, Hashable]:
-    """What computes a layer, and its kind, None where no graph may."""
-    epsilons, wanted = ctx.epsilons, ctx.needs_input_grad[4:]
-    passes = Passes(partial(_output, epsilons), partial(_gradients, epsilons, wanted))
-    return passes, ctx.graphs and kind_of(ctx.attend, (epsilons, wanted, ctx.autocast), x, weights)
+def _kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:
+    """None where no graph may be used."""
+    return ctx.graphs and kind_of(ctx.foreign, ctx.numbers, x, weights)
+
+
+def _passes_of_own(wanted: Sequence[bool]) -> Passes:
+    return Passes(_own_output, partial(_own_gradients, wanted))
+
+
+@contextmanager
+def _no_casts_kept() -> Iterator[None]:
+    """Inside, autocast casts a weight each time: what it keeps would stay, and a graph would read it later."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _own_output(forward: Foreign, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+    with _no_casts_kept():
+        return forward(x, weights)
+
+
+def _own_gradients(
+    wanted: Sequence[bool], forward: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Of ``x`` and of each weight that is ``wanted``, or None."""
+    with torch.enable_grad(), _no_casts_kept():
+        x = x.detach().requires_grad_()
+        pairs = zip(weights, wanted, strict=True)
+        weights = [None if each is None else each.detach().requires_grad_(want) for each, want in pairs]
+        y = forward(x, weights)
+    asked = [x, *(each for each in weights if each is not None and each.requires_grad)]
+    found = iter(torch.autograd.grad(y, asked, dy, allow_unused=True))
+    return [next(found) if each is not None and each.requires_grad else None for each in (x, *weights)]
+
+
+def _passes_of_block(epsilons: tuple[float, float], wanted: Sequence[bool]) -> Passes:
+    return Passes(partial(_output, epsilons), partial(_gradients, epsilons, wanted))
 
 
 def _gradients(
     epsilons: tuple[float, float],
     wanted: Sequence[bool],
-    attend: Attend,
+    attend: Foreign,
     dy: Tensor,
     x: Tensor,
     weights: Sequence[Any],

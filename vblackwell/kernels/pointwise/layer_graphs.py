@@ -45,12 +45,14 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-class Attend(Protocol):
-    """Of a tensor (..., D), for its shape, and a list of queries, keys and values (..., N) as linears give them, which
-    it empties; gives what the last linear takes. Draws no numbers, and no tensor of its own wants a gradient."""
+class Foreign(Protocol):
+    """Somebody else's part of a layer, of a tensor (..., D) and a list of others: attention, of queries, keys and
+    values (..., N) as linears give them, which it empties, gives what the last linear takes; a whole layer, of its
+    weights, gives its output (..., D). Draws no numbers, and no tensor of its own wants a gradient."""
 
-    def __call__(self, x: Tensor, parts: list[Tensor]) -> Tensor: ...
+    def __call__(self, x: Tensor, others: Any, /) -> Tensor: ...
 
+    @property
     def kind(self) -> Hashable:
         """Equal for those that compute the same function of their arguments and `tensors`; None: nobody can tell."""
 
@@ -58,7 +60,7 @@ class Attend(Protocol):
         """What it reads beside its arguments."""
         ...
 
-    def over(self, tensors: list[Tensor]) -> "Attend":
+    def over(self, tensors: list[Tensor]) -> "Foreign":
         """The same for all layers of its `kind`, reading ``tensors``."""
         ...
 
@@ -66,18 +68,18 @@ class Attend(Protocol):
 class Passes(NamedTuple):
     """The output (..., D) of a layer, and the gradients of it with respect to the input and each weight, or None."""
 
-    output: Callable[[Attend, Tensor, Sequence[Tensor | None]], Tensor]
-    gradients: Callable[[Attend, Tensor, Tensor, Sequence[Tensor | None]], Sequence[Tensor | None]]
+    output: Callable[[Foreign, Tensor, Sequence[Tensor | None]], Tensor]
+    gradients: Callable[[Foreign, Tensor, Tensor, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-def kind_of(attend: Attend, numbers: Hashable, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:
+def kind_of(foreign: Foreign, numbers: Hashable, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:
     """See the module's text; ``numbers`` are the caller's. None: nobody can tell."""
-    tables = attend.tensors()
+    tables = foreign.tensors()
     if not all(map(lies_as_usual, (x, *weights))) or any(each.device != x.device for each in tables):
         return None
-    if not computes_at_once() or functions_are_seen() or (own := attend.kind()) is None:
+    if not computes_at_once() or functions_are_seen() or (own := foreign.kind) is None:
         return None
-    shapes = tuple(None if each is None else each.shape for each in weights)
+    shapes = tuple(None if each is None else (each.shape, each.dtype) for each in weights)
     read = tuple((each.shape, each.stride(), each.dtype) for each in tables)
     return own, numbers, x.shape, x.dtype, x.device, shapes, read, _switches(x.device)
 
@@ -104,17 +106,17 @@ class _Graphs:
     """The two passes of one kind of layers, and where they read what differs."""
 
     def __init__(
-        self, passes: Passes, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None], pool: Any
+        self, passes: Passes, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None], pool: Any
     ) -> None:
         self._x, self._dy = torch.empty_like(x), torch.empty_like(dy)
         self._weights = [None if each is None else torch.empty_like(each) for each in weights]
-        self._tables = [torch.empty_like(each) for each in attend.tensors()]
-        self._attend = own = attend.over(self._tables)  # the kind names what it refers to
+        self._tables = [torch.empty_like(each) for each in foreign.tensors()]
+        self._foreign = own = foreign.over(self._tables)  # the kind names what it refers to
         compute = (
             lambda: passes.output(own, self._x, self._weights),
             lambda: passes.gradients(own, self._dy, self._x, self._weights),
         )
-        self._fill(attend, x, weights, dy)
+        self._fill(foreign, x, weights, dy)
         for each in compute:
             each()
         if pool is not None:
@@ -122,18 +124,20 @@ class _Graphs:
             torch.cuda.empty_cache()  # of this stream: nothing else will run there
         self._output, self._gradients = (Captured[Any](each, pool) for each in compute)
 
-    def _fill(self, attend: Attend, x: Tensor, weights: Sequence[Tensor | None], dy: Tensor | None = None) -> None:
-        _copy_all(self._tables, attend.tensors())
+    def _fill(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None], dy: Tensor | None = None) -> None:
+        _copy_all(self._tables, foreign.tensors())
         pairs = [(self._x, x), *zip(self._weights, weights, strict=True), *([] if dy is None else [(self._dy, dy)])]
         pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
         _copy_all([a for a, _ in pairs], [b for _, b in pairs])
 
-    def output(self, attend: Attend, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
-        self._fill(attend, x, weights)
+    def output(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        self._fill(foreign, x, weights)
         return self._output().clone()
 
-    def gradients(self, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-        self._fill(attend, x, weights, dy)
+    def gradients(
+        self, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        self._fill(foreign, x, weights, dy)
         given = self._gradients()
         found = [None if each is None else torch.empty_like(each) for each in given]
         _copy_all([a for a in found if a is not None], [b for b in given if b is not None])
@@ -144,12 +148,12 @@ class _Graphs:
         if self._x.is_cuda:
             torch.cuda.synchronize(self._x.device)
 
-    def seconds(self, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> float:
+    def seconds(self, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> float:
         """What both passes take; the first ones bring the graphs to the GPU."""
         events = []
         for _ in range(2):
-            self.output(attend, x, weights)
-            self.gradients(attend, dy, x, weights)
+            self.output(foreign, x, weights)
+            self.gradients(foreign, dy, x, weights)
             events.append(_recorded())
         self.wait()
         return events[0].elapsed_time(events[1]) / 1e3
@@ -185,6 +189,7 @@ class LayerGraphs:
         self._step = defaultdict[Hashable, _Launched](_Launched)
         self._wanted: set[Hashable] = set()
         self._limit = self._held = 0
+        self.alone: dict[Hashable, bool] = {}  # by kind of foreign layers, whether they draw nothing and keep nothing
 
     @property
     def num_bytes(self) -> int:
@@ -225,32 +230,32 @@ class LayerGraphs:
         self._limit = self._held = 0
 
     def output(
-        self, kind: Hashable, passes: Passes, attend: Attend, x: Tensor, weights: Sequence[Tensor | None]
+        self, kind: Hashable, passes: Passes, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None]
     ) -> Tensor:
         with self._lock:
             found = self._graphs.get(kind)
             if found is not None:
-                return found.output(attend, x, weights)
+                return found.output(foreign, x, weights)
         began = time.perf_counter()
-        y = passes.output(attend, x, weights)
+        y = passes.output(foreign, x, weights)
         self._step[kind].seconds += time.perf_counter() - began
         return y
 
     def gradients(
-        self, kind: Hashable, passes: Passes, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+        self, kind: Hashable, passes: Passes, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         with self._lock:
             if kind in self._wanted:
                 self._wanted.discard(kind)
-                self._capture(kind, passes, attend, dy, x, weights)
+                self._capture(kind, passes, foreign, dy, x, weights)
             found = self._graphs.get(kind)
             if found is not None:
-                return found.gradients(attend, dy, x, weights)
+                return found.gradients(foreign, dy, x, weights)
         launched = self._step[kind]
         first = launched.layers == 0 and x.device.type == "cuda"
         began = time.perf_counter()
         events = [_recorded()] if first else []
-        gradients = passes.gradients(attend, dy, x, weights)
+        gradients = passes.gradients(foreign, dy, x, weights)
         seconds = time.perf_counter() - began
         if first:
             launched.events, launched.first_seconds = [*events, _recorded()], seconds
@@ -259,9 +264,9 @@ class LayerGraphs:
         return gradients
 
     def _capture(
-        self, kind: Hashable, passes: Passes, attend: Attend, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+        self, kind: Hashable, passes: Passes, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
-        given, on_gpu = (attend, dy, x, weights), x.device.type == "cuda"
+        given, on_gpu = (foreign, dy, x, weights), x.device.type == "cuda"
         before = self._reserved(x.device) if on_gpu else 0
         try:
             if on_gpu:

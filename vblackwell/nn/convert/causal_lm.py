@@ -23,10 +23,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.nn.convert.fused_modules import KINDS, Stub, plain_class, reason_of, swap, twin_of
+from vblackwell.nn.convert.fused_layers import fused_layer
+from vblackwell.nn.convert.fused_modules import (
+    Overrides,
+    Stub,
+    counted_positions,
+    fused_adapter,
+    fused_feed_forward,
+    fused_gate,
+    fused_gelu,
+    fused_norm,
+    fused_rotation,
+    plain_class,
+    reason_of,
+    swap,
+    twin_of,
+)
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET, HiddenWithTargets, takes_targets
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.units import columns
+
+KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
+    "norm": fused_norm,
+    "feed_forward": fused_feed_forward,
+    "activation": fused_gelu,
+    "gate": fused_gate,
+    "layer": fused_layer,
+    "rotary": fused_rotation,
+    "adapter": fused_adapter,
+    "positions": counted_positions,
+}
 
 
 @dataclass(frozen=True)

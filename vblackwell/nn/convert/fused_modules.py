@@ -10,27 +10,18 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
-from vblackwell.errors import Unsupported
-from vblackwell.kernels.pointwise.layer import layer_block
-from vblackwell.kernels.pointwise.layer_graphs import Attend
-from vblackwell.kernels.pointwise.linears import feed_forward_block
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
 from vblackwell.nn.linear.one_input import (
     hooked,
-    is_linear,
-    is_plain_norm,
     linears_of_one_input,
-    may_be_lean,
     on_gpu,
-    output_is_read,
 )
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
@@ -192,10 +183,6 @@ def _gelu_forward(original: Any, approximate: str) -> Callable[..., Tensor]:
     return forward
 
 
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
-
-
 class Stub(nn.Module):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -203,223 +190,6 @@ class Stub(nn.Module):
 
     def forward(self, hidden_states: Any = None, *args: Any, **options: Any) -> Any:
         return self.function(hidden_states)
-
-
-class _Nothing:
-    def __radd__(self, x: Tensor) -> Tensor:
-        return x
-
-    __add__ = __radd__
-
-
-_WITHOUT_MLP: dict[str, nn.Module] = {
-    "post_attention_layernorm": Stub(lambda x: x),
-    "mlp": Stub(lambda x: _Nothing()),
-}
-
-
-def _pass_of(original: type, layer: Any, modules: dict[str, Any], *args: Any, **options: Any) -> Any:
-    """The forward of class ``original`` for ``layer`` with some of its modules replaced, and no checkpoint."""
-    twin = twin_of(layer, _modules={**layer._modules, **modules})
-    twin.__dict__.update(gradient_checkpointing=False, training=options.pop("training", layer.training))
-    return original.forward(twin, *args, **options)
-
-
-def fused_layer(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for a layer that is ``h = x + attention(norm(x))`` and then ``h + mlp(norm(h))``: where
-    transformers checkpoints it, it keeps ``x`` alone, and the second pass computes nothing; or, if attention has to be
-    called, the second half keeps ``h`` alone. The feed-forward goes in chunks of tokens.
-    """
-    if set(module._modules) != _PARTS or not hasattr(module, "gradient_checkpointing") or "forward" in module.__dict__:
-        return None
-    norm, mlp = module.get_submodule("post_attention_layernorm"), module.get_submodule("mlp")
-    fused = isinstance(fused_norm(norm), dict) and isinstance(fused_feed_forward(mlp), dict)
-    if not fused or "gate_proj" not in mlp._modules:
-        return None
-    x, otherwise = _random(2, 3, 8), "it computes something else than h + mlp(norm(h)) after attention"
-    stubs: dict[str, nn.Module] = {
-        "input_layernorm": Stub(torch.cos),
-        "self_attn": Stub(lambda x: (torch.sin(3 * x), None)),
-        "post_attention_layernorm": Stub(torch.tanh),
-        "mlp": Stub(torch.square),
-    }
-    h = x + torch.sin(3 * torch.cos(x))
-    first, why = {**stubs, **_WITHOUT_MLP}, None
-    for training in (True, False):
-        pass_of = functools.partial(_pass_of, plain_class(module), module, training=training)
-        why = why or _why_not(lambda: pass_of(stubs, x), lambda: h + torch.tanh(h).square(), otherwise)  # noqa: B023
-        why = why or _why_not(lambda: pass_of(first, x), lambda: h, otherwise)  # noqa: B023
-    return why or dict(_layer_methods(plain_class(module), _epsilon_name(norm) or "", *_probed_attention(module)))
-
-
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-_NUMBERS = (type(None), bool, int, float, str)
-_OF_MODULES = frozenset(vars(nn.Module()))
-_TABLES = ("position_ids", "cache_position")  # of numbers that attention may read; of any other, nobody can tell
-
-
-class _AnyLayer:
-    """In place of a layer's number in what is computed for all layers of a kind: who asks for it is refused."""
-
-    def _refuse(self, *args: Any) -> Any:
-        raise Unsupported("attention that goes by the number of its layer")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __hash__ = _refuse
-    __str__ = __repr__ = __format__ = _refuse
-    __class__ = property(_refuse)  # type: ignore[assignment] - what `isinstance` asks
-
-
-def _frozen(value: Any) -> Hashable:
-    """Equal where ``value``, of numbers and containers, is; of anything else the object."""
-    if isinstance(value, dict):
-        return tuple((name, _frozen(each)) for name, each in value.items())
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else (type(value), value)
-
-
-class _Attention:
-    """What a layer's ``attention`` does between its linears when it is ``given`` these arguments; an `Attend`."""
-
-    def __init__(self, attention: Any, given: dict[str, Any]) -> None:
-        self._attention, self._given = attention, given
-
-    def __call__(self, x: Tensor, parts: list[Tensor]) -> Tensor:
-        found = dict(zip(_PROJECTIONS, parts, strict=False))
-        parts.clear()
-        linears = {name: functools.partial(lambda name, _: found.pop(name), name) for name in _PROJECTIONS[:3]}
-        twin = twin_of(self._attention, **linears, o_proj=lambda x: x)
-        return type(self._attention).forward(twin, x, **self._given)[0]
-
-    def kind(self) -> Hashable:
-        attention, names = self._attention, self._names()
-        given = {name: each for name, each in self._given.items() if name not in names}
-        own = {name: each for name, each in vars(attention).items() if name not in _OF_MODULES}
-        config, tables = own.pop("config", None), given.pop("position_embeddings", None)
-        own.pop("layer_idx", None)
-        known = type(tables) is tuple and all(isinstance(each, Tensor) for each in tables) and not attention._buffers
-        if not known or not all(isinstance(each, _NUMBERS) for each in (*given.values(), *own.values())):
-            return None
-        forward = type(attention).forward
-        names_of_module = getattr(plain_class(attention).forward, "__globals__", {})
-        functions = names_of_module.get("ALL_ATTENTION_FUNCTIONS", {})
-        rules = forward, functions.get("sdpa"), id(config), attention.training
-        try:
-            found = rules, _frozen(vars(config)), _frozen(own), _frozen(given), len(tables), tuple(names)
-            hash(found)
-        except TypeError:
-            return None
-        return found
-
-    def _names(self) -> list[str]:
-        return [name for name in _TABLES if isinstance(self._given.get(name), Tensor)]
-
-    def tensors(self) -> list[Tensor]:
-        return [*self._given["position_embeddings"], *(self._given[name] for name in self._names())]
-
-    def over(self, tensors: list[Tensor]) -> "_Attention":
-        number = len(self._given["position_embeddings"])
-        tables = {"position_embeddings": tuple(tensors[:number])}
-        tables |= dict(zip(self._names(), tensors[number:], strict=True))
-        of_none = {**vars(nn.Module()), "training": self._attention.training}  # graphs keep no layer alive
-        one = twin_of(self._attention, layer_idx=_AnyLayer(), **of_none)
-        object.__setattr__(one, "__class__", type(self._attention))
-        return _Attention(one, {**self._given, **tables})
-
-
-def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options: Any) -> _Attention:
-    """What ``attention`` does between its linears in a call of the layer with these arguments."""
-    given: dict[str, Any] = {}
-
-    def note(hidden_states: Tensor, **options: Any) -> Any:
-        given.update(options)  # and nothing of the input, which may leave level 0
-        return _Nothing(), None
-
-    _pass_of(original, layer, {"input_layernorm": lambda x: x, "self_attn": note, **_WITHOUT_MLP}, *args, **options)
-    return _Attention(attention, given)
-
-
-def _probed_attention(layer: Any) -> tuple[type | None, str]:
-    """The class of a layer's attention, and where the norm before it has epsilon, if nothing but linears is trained in
-    it, and it is the last of a function of what the others give; else None."""
-    attention, norm, original = layer.self_attn, layer.input_layernorm, plain_class(layer)
-    head, groups = getattr(attention, "head_dim", 0), getattr(attention, "num_key_value_groups", 0)
-    plain = set(attention._modules) == set(_PROJECTIONS) and not attention._parameters and head and groups
-    if not plain or "forward" in attention.__dict__ or not isinstance(fused_norm(norm), dict):
-        return None, ""
-    sizes = zip(_PROJECTIONS, ((8, groups * head), (8, head), (8, head), (groups * head, 8)), strict=True)
-    linears: dict[str, Any] = {name: nn.Linear(*size, device="cpu", dtype=torch.float32) for name, size in sizes}
-    twin, x = twin_of(attention, _modules=linears, training=False), _random(2, 3, 8)
-    tables = {"position_embeddings": (_random(2, 3, head), _random(2, 3, head))}
-
-    def theirs() -> Tensor:
-        modules = {"input_layernorm": torch.cos, "self_attn": functools.partial(plain_class(attention).forward, twin)}
-        return _pass_of(original, layer, {**modules, **_WITHOUT_MLP}, x, **tables)
-
-    def ours() -> Tensor:
-        parts = [linears[name](x.cos()) for name in _PROJECTIONS[:3]]
-        return x + linears["o_proj"](_attend_of(original, layer, twin, x, **tables)(x, parts))
-
-    why = _why_not(theirs, ours, "it computes something else")
-    return (None, "") if why else (plain_class(attention), _epsilon_name(norm) or "")
-
-
-def _attention_as_probed(layer: Any, x: Tensor, kind: type | None, eps_name: str, options: Any) -> bool:
-    """Whether the layer's attention and the norm before it are still what `_probed_attention` found, and may run inside
-    backward."""
-    attention, norm = layer.self_attn, layer.input_layernorm
-    if kind is None or plain_class(attention) is not kind or "forward" in attention.__dict__ or hooked(attention):
-        return False
-    if type(norm).forward is not _norm_forward(eps_name) or "forward" in norm.__dict__ or not is_plain_norm(x, norm):
-        return False
-    linears = [getattr(attention, name) for name in _PROJECTIONS]
-    fits = all(is_linear(each) and each.weight.dtype == x.dtype for each in linears)
-    # Other attention may draw random numbers, as dropout does, or be compiled.
-    sdpa = getattr(getattr(attention, "config", None), "_attn_implementation", None) == "sdpa"
-    alone = sdpa and getattr(attention, "attention_dropout", None) == 0
-    return fits and alone and not any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(options))
-
-
-@functools.cache
-def _layer_methods(original: Any, eps_name: str, kind: type | None, first_eps_name: str) -> Overrides:
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        compiled = self._compiled_call_impl is not None or torch.compiler.is_compiling()
-        if self.training and self.gradient_checkpointing and not compiled and "forward" not in self.__dict__:
-            options[_PASSES] = []  # the very list comes again with the second pass of a checkpoint of this layer alone
-        return original.__call__(self, *args, **options)
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        passes = options.pop(_PASSES, None)
-        # What a second pass in backward makes of the layer is thrown away, but for what it saves and hooks read.
-        wanted = not passes or torch._C._current_graph_task_id() == -1 or output_is_read(self)
-        if passes and passes[0] is not None:
-            return whole(self, passes[0], wanted, hidden_states)
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        ours = type(norm).forward is _norm_forward(eps_name) and type(mlp).forward is _separate_forward
-        ours = ours and not any("forward" in each.__dict__ for each in (norm, mlp))  # still what was probed
-        linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if ours else ()
-        if passes is None or not ours or not may_be_lean(hidden_states, norm, mlp, linears):
-            return original.forward(self, hidden_states, *args, **options)
-        if not passes and _attention_as_probed(self, hidden_states, kind, first_eps_name, (args, options)):
-            passes.append(_attend_of(original, self, self.self_attn, hidden_states, *args, **options))
-            return whole(self, passes[0], True, hidden_states)
-        passes.append(None)
-        h = _pass_of(original, self, _WITHOUT_MLP, hidden_states, *args, **options)
-        if h.dtype != hidden_states.dtype:
-            return h + mlp(norm(h))
-        weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        return feed_forward_block(h, norm.weight, getattr(norm, eps_name), *weights, wanted)
-
-    def whole(self: Any, attend: Attend, wanted: bool, x: Tensor) -> Tensor:
-        first, second, mlp, attention = self.input_layernorm, self.post_attention_layernorm, self.mlp, self.self_attn
-        weights = [first.weight, second.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-            weights += [linear.weight, linear.bias]
-        epsilons = (getattr(first, first_eps_name), getattr(second, eps_name))
-        return layer_block(attend, epsilons, wanted, x, *weights)
-
-    return {"__call__": call, "forward": forward}
 
 
 def _gate(self: Any, gate_up_out: Tensor) -> Tensor:
@@ -553,15 +323,3 @@ def _only_adapter(module: Any, x: Tensor) -> str | None:
     weights = (parts[0].weight_codes, parts[1].weight, parts[2].weight)
     resident = not any("_vb_binding" in weight.__dict__ for weight in weights)
     return name if resident and weights[1].dtype == weights[2].dtype == x.dtype else None
-
-
-KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
-    "norm": fused_norm,
-    "feed_forward": fused_feed_forward,
-    "activation": fused_gelu,
-    "gate": fused_gate,
-    "layer": fused_layer,
-    "rotary": fused_rotation,
-    "adapter": fused_adapter,
-    "positions": counted_positions,
-}

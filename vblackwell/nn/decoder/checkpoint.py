@@ -58,6 +58,11 @@ def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Ite
         _input_hooks.set(outer)
 
 
+def saving_an_input() -> AbstractContextManager[Any]:
+    """What `inputs_saved_under` says, for a layer that keeps its input itself in place of a `checkpoint`."""
+    return _input_hooks.get()()
+
+
 @contextmanager
 def second_pass_under(context: Callable[[], AbstractContextManager[Any]], module: nn.Module) -> Iterator[None]:
     """Inside, a checkpoint that ``module``, one of transformers', makes of its forward alone runs the second pass under
