@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement import spare
 from vblackwell.offload.movement.activations import Boundary
+from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.optimizer import VGPUAdamW
 
 MUCH = 1 << 40
@@ -306,9 +308,18 @@ def test_own_layers_keep_their_input_and_weights_alone(fused):
 @on_the_cpu
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_streamed_layers_bring_their_inputs_back(name, fused, make_stack, monkeypatch):  # noqa: F811
-    """Once each, by the store that a checkpoint's inputs wait in."""
-    runs, sent, took = [], list[int](), Boundary.__init__
+    """Once each, by the store that a checkpoint's inputs wait in; weights by one reference a layer."""
+    runs, sent, took, referred = [], list[int](), Boundary.__init__, list[str]()
     monkeypatch.setattr(Boundary, "__init__", lambda self, *args: sent.append(0) or took(self, *args))
+    pack = WeightStreamer.pack
+
+    def noted(self: WeightStreamer, tensor: torch.Tensor) -> Any:
+        packed = pack(self, tensor)
+        if packed is not None and re.search(r"\d", packed.group.name):
+            referred.append(packed.group.name)
+        return packed
+
+    monkeypatch.setattr(WeightStreamer, "pack", noted)
     for placement, level0 in (("resident", 8 << 20), ("streamed", 192 << 10)):
         model = checkpointed(family(name) if name in FAMILIES else build(name))
         where = {"placement": placement, "activations": "host", "accelerate": True}
@@ -319,6 +330,7 @@ def test_streamed_layers_bring_their_inputs_back(name, fused, make_stack, monkey
             engine.activations._smallest_bytes = 0
         for seed in range(4):
             sent.clear()
+            referred.clear()
             loss = model(**batch(seed)).loss
             loss.backward()
             optimizer.step()
@@ -327,9 +339,23 @@ def test_streamed_layers_bring_their_inputs_back(name, fused, make_stack, monkey
         if placement == "streamed":
             (launched,) = engine.step_control.graphs._step.values()
             assert launched.layers == (7 if name == "GPT2" else 8)  # one has run to be known
-            assert len(sent) == 2  # one input each
+            assert len(sent) == 2 and len(referred) == len(set(referred)) == 2
         release(model)
     assert runs[:4] == runs[4:]
+
+
+def test_a_gpu_waits_for_the_host_where_it_is_done_when_the_next_layer_comes():
+    class Event:
+        done = True
+        query = record = lambda self: self.done
+
+    for done, waits in ((True, True), (False, False)):
+        launched, Event.done = layer_graphs._Launched(last=Event()), done
+        for _ in range(8):
+            launched.end(launched.begin(), on_gpu=True)
+        assert launched.layers == 8 and launched.waits_for_host == waits
+    launched.idle = 4
+    assert launched.waits_for_host
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ Legend: D width, M rows, N features out of a linear.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,8 @@ class _Layer(torch.autograd.Function):
         ctx.foreign, ctx.graphs, autocast = foreign, graphs_in_use(), _autocast(x)
         ctx.autocast, wanted = autocast, ctx.needs_input_grad[4:]
         ctx.passes, ctx.numbers = passes(wanted), (numbers, wanted, autocast)
-        ctx.save_for_backward(x, *weights)
+        ctx.joint = None if ctx.graphs is None else _joint(weights)
+        ctx.save_for_backward(x, *(weights if ctx.joint is None else [ctx.joint.of(weights)]))
         kind = _kind(ctx, x, weights)
         if kind is None or ctx.graphs is None:
             return ctx.passes.output(foreign, x, weights)
@@ -93,6 +94,7 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors  # read once: a checkpoint unpacks them
+        weights = weights if ctx.joint is None else ctx.joint.parts(*weights)
         dtype = ctx.autocast
         with nullcontext() if dtype == _autocast(x) else torch.autocast(x.device.type, dtype, dtype is not None):
             kind = _kind(ctx, x, weights)
@@ -101,6 +103,36 @@ class _Layer(torch.autograd.Function):
             else:
                 gradients = ctx.graphs.gradients(kind, ctx.passes, ctx.foreign, dy, x, weights)
         return None, None, None, *gradients
+
+
+class _Joint(NamedTuple):
+    """Where tensors of one type lie in one memory, in elements from the first: together they are kept by one reference,
+    which whoever loads weights looks up once."""
+
+    start: int
+    stop: int
+    places: list[Any]  # (shape, strides, offset) of each, or None
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        first = next(each for each in tensors if each is not None)
+        return first.detach().as_strided((self.stop - self.start,), (1,), self.start)
+
+    def parts(self, joint: Tensor) -> list[Tensor | None]:
+        start = joint.storage_offset()
+        return [each and joint.as_strided(each[0], each[1], start + each[2]) for each in self.places]
+
+
+def _joint(tensors: Sequence[Tensor | None]) -> _Joint | None:
+    """None where they do not lie in one memory."""
+    held = [each for each in tensors if each is not None]
+    if len({(each.dtype, each.untyped_storage().data_ptr()) for each in held}) != 1:
+        return None
+    if not all(each.is_contiguous() for each in held):
+        return None
+    start = min(int(each.storage_offset()) for each in held)
+    stop = max(int(each.storage_offset()) + each.numel() for each in held)
+    places = [each if each is None else (each.shape, each.stride(), each.storage_offset() - start) for each in tensors]
+    return _Joint(start, stop, places)
 
 
 def _kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:

@@ -36,13 +36,6 @@ _SWITCHES: list[Callable[[], Any]] = [
 ]
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-NO_LONGER = 1.1  # where the GPU waits for each launch it ends with the host, but for its last kernel
-
-
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 class Foreign(Protocol):
@@ -149,33 +142,41 @@ class _Graphs:
             torch.cuda.synchronize(self._x.device)
 
     def seconds(self, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> float:
-        """What both passes take; the first ones bring the graphs to the GPU."""
-        events = []
+        """What both passes take of the host; the first ones bring the graphs to the GPU."""
+        begun = 0.0
         for _ in range(2):
+            self.wait()
+            begun = time.perf_counter()
             self.output(foreign, x, weights)
             self.gradients(foreign, dy, x, weights)
-            events.append(_recorded())
-        self.wait()
-        return events[0].elapsed_time(events[1]) / 1e3
+        return time.perf_counter() - begun
 
 
 @dataclass
 class _Launched:
-    """Passes of a kind in one step, and how long the host launched them; of the first gradients, too, and the GPU's
-    events before and after them."""
+    """Passes of a kind in one step, and how long the host launched them."""
 
     layers: int = 0
     seconds: float = 0.0
-    first_seconds: float = 0.0
-    events: Sequence[torch.cuda.Event] = ()
+    idle: int = 0  # times that the GPU was done with the gradients of one layer when the host came with the next
+    last: torch.cuda.Event | None = None  # after the newest gradients, on a GPU
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the GPU took no longer for the first gradients than the host, which it may have waited for."""
-        if not self.events:
-            return True
-        begun, ended = self.events
-        return ended.query() and begun.elapsed_time(ended) / 1e3 <= NO_LONGER * self.first_seconds
+        """Whether the GPU did, mostly. For bytes it waits with what was launched already."""
+        return self.last is None or 2 * self.idle >= self.layers
+
+    def begin(self) -> float:
+        """The host comes with a layer's gradients."""
+        self.idle += self.last is not None and self.last.query()
+        return time.perf_counter()
+
+    def end(self, begun: float, *, on_gpu: bool) -> None:
+        self.layers += 1
+        self.seconds += time.perf_counter() - begun
+        if on_gpu:
+            self.last = self.last or torch.cuda.Event()
+            self.last.record()
 
 
 class LayerGraphs:
@@ -252,15 +253,9 @@ class LayerGraphs:
             if found is not None:
                 return found.gradients(foreign, dy, x, weights)
         launched = self._step[kind]
-        first = launched.layers == 0 and x.device.type == "cuda"
-        began = time.perf_counter()
-        events = [_recorded()] if first else []
+        begun = launched.begin()
         gradients = passes.gradients(foreign, dy, x, weights)
-        seconds = time.perf_counter() - began
-        if first:
-            launched.events, launched.first_seconds = [*events, _recorded()], seconds
-        launched.layers += 1
-        launched.seconds += seconds
+        launched.end(begun, on_gpu=x.device.type == "cuda")
         return gradients
 
     def _capture(
