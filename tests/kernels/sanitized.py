@@ -34,7 +34,7 @@ from vblackwell.kernels.fp4 import encode, layout, mma_plan, two_part, two_part_
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4.encode_triton import encode_rows
 from vblackwell.kernels.fp4.tile_triton import untile
-from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, norms_at, square_sums
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, store_rotated, swiglu, swiglu_linear
 from vblackwell.kernels.pointwise.sampling import sample_tokens
@@ -87,7 +87,7 @@ def gpu() -> mma_plan.Gpu:
 # -- CUDA C++ ----------------------------------------------------------------------------------------------------------
 
 
-@case("adamw", "square_sums", "block_norm")
+@case("adamw", "square_sums", "block_norms")
 def adamw() -> None:
     for kind, first in itertools.product(((0, 0, 0), (1, 1, 2), (0, 0, 1), (1, 2, 0)), (0, 3)):
         states = random_states(2 * BLOCK + 77, PLAIN, *kind, seed=1, factor=0.5).map(here).piece(first, 2 * BLOCK + 77)
@@ -95,6 +95,11 @@ def adamw() -> None:
         states.update(NUMBERS, sums)
         square_sums(states.gradient, sums, previous=states.previous)
         norm_of([sums])
+        if DEVICE == "cuda":
+            gradient = states.gradient
+            ends = itertools.pairwise((0, BLOCK, BLOCK + 5, BLOCK + 5, len(gradient)))
+            pieces = [(gradient[a:].data_ptr(), b - a, gradient.dtype) for a, b in ends]
+            norms_at(pieces, gradient.device)
 
 
 @case("adamw8")

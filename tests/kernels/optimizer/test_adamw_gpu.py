@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, random_states
+from tests.kernels.optimizer.test_adamw_source import MANY, MIXED, gradients_apart
 from vblackwell.kernels.optimizer import adamw
-from vblackwell.kernels.optimizer.adamw import BLOCK, GRADIENTS, AdamWStep, norm_of, square_sums
+from vblackwell.kernels.optimizer.adamw import BLOCK, GRADIENTS, AdamWStep, norm_of, norms_at, square_sums
 
 pytestmark = pytest.mark.gpu
 KINDS = [*itertools.product((0, 1), (0, 1, 2), (0, 1, 2))]
@@ -75,6 +76,34 @@ def test_fifty_steps_without_synchronisation_equal_the_cpu():
         states.gradient = gradients[step]
         states.update(AdamWStep(1e-2, 0.9, 0.999, 1e-8, 0.1, step + 1))
     on_gpu.assert_same_bits(states)
+
+
+@pytest.mark.parametrize("sizes", [MANY, MIXED, MIXED[:1], [], [((1 << 22) + 5, torch.bfloat16)] * 3], ids=len)
+def test_norms_of_gradients_in_one_launch_are_those_of_each(sizes):
+    gradients = gradients_apart(sizes, "cuda")
+    pieces = [(each.data_ptr(), len(each), each.dtype) for each in gradients]
+    for on in ("cuda", "cpu"):
+        expected = []
+        for each in gradients:
+            sums = torch.empty(-(-len(each) // BLOCK), device=on)
+            square_sums(each.to(on), sums)
+            expected.append(norm_of([sums]).item())
+        assert norms_at(pieces, torch.device("cuda", torch.cuda.current_device())).tolist() == expected
+
+
+def test_norms_of_gradients_are_taken_anew_by_a_graph():
+    device = torch.device("cuda", torch.cuda.current_device())
+    gradients = gradients_apart(MANY, "cuda")
+    pieces = [(each.data_ptr(), len(each), each.dtype) for each in gradients]
+    norms_at(pieces, device)  # kernels are loaded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norms = norms_at(pieces, device)
+    for factor in (2, 0.25):
+        for each in gradients:
+            each.mul_(factor)
+        graph.replay()
+        assert torch.equal(norms, norms_at(pieces, device))
 
 
 def test_kernels_that_were_compiled_ahead_are_those_that_updates_launch():

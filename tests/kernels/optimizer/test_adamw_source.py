@@ -3,6 +3,8 @@
 import itertools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, States, random_st
 from vblackwell.kernels.optimizer import adamw
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep
 from vblackwell.kernels.runtime import nvrtc
+from vblackwell.units import align_up
 
 # The roundings of the kernel's intrinsics; the host's arithmetic is IEEE and g++ fuses nothing for plain x86-64.
 INTRINSICS = """
@@ -37,9 +40,16 @@ extern "C" void run(void* w, u16* r, u32* m, u32* v, const void* g, const void* 
     });
 }"""
 MAIN_SUMS = """
-extern "C" void run(const void* g, const void* p, float* s, int n, int aligned, float* norm_of_them) {
-    launch((n + 4095) / 4096, 1, 1, 512, 64, [=] { square_sums(g, p, s, n, aligned); });
-    launch(1, 1, 1, 512, 4096, [=] { block_norm(s, norm_of_them, (n + 4095) / 4096); });
+extern "C" void run(float* sums, const void* previous, const u64* words, int count, int blocks) {
+    Gradients gradients;
+    memcpy(&gradients, words, sizeof gradients);
+    launch(blocks, 1, 1, 512, 64, [=] { square_sums(sums, previous, count, gradients); });
+}"""
+MAIN_NORMS = """
+extern "C" void run(const float* sums, float* norms, const u64* words, int count) {
+    Gradients gradients;
+    memcpy(&gradients, words, sizeof gradients);
+    launch(count, 1, 1, 512, 4096, [=] { block_norms(sums, norms, gradients); });
 }"""
 KINDS = [*itertools.product((0, 1), (0, 1), (0, 1, 2)), (0, 2, 0), (1, 2, 2)]
 
@@ -97,16 +107,73 @@ def test_masters_halfway_between_two_weights_round_away_from_zero(files):
 
 
 @emulation.needs_compiler
-def test_sums_of_squares_and_norm_have_the_cpus_bits(files):
+def test_sums_of_squares_have_the_cpus_bits(files):
     n = 3 * BLOCK + 1000
     for gradient_type in (torch.float32, torch.float16):
         gradient, previous = torch.randn(n).to(gradient_type), torch.randn(n).bfloat16()
-        sums, norm = torch.full((4,), torch.nan), torch.tensor(torch.nan)
+        sums, expected = torch.full((4,), torch.nan), torch.empty(4)
+        words = torch.tensor(adamw.gradients_argument([(gradient.data_ptr(), n, 4)]))
         macros = adamw.macros(0, adamw.GRADIENTS[gradient_type], 1)
-        emulation._call(files, macros, MAIN_SUMS, [gradient, previous, sums, n, 1, norm])
-        expected = torch.empty(4)
+        emulation._call(files, macros, MAIN_SUMS, [sums, previous, words, 1, 4])
         adamw.square_sums(gradient, expected, previous=previous)
-        assert torch.equal(sums, expected) and torch.equal(norm, adamw.norm_of([expected]))
+        assert torch.equal(sums, expected)
+
+
+def gradients_apart(sizes: list[tuple[int, torch.dtype]], device: str = "cpu") -> list[torch.Tensor]:
+    """Gradients in one piece of memory, aligned and not, between NaN."""
+    num_bytes = sum(n * dtype.itemsize + 1024 for n, dtype in sizes)
+    memory, found, at = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device), [], 0
+    for index, (n, dtype) in enumerate(sizes):
+        at = align_up(at, 512) + 4 * (index % 2)
+        found.append(memory[at : at + n * dtype.itemsize].view(dtype))
+        found[-1].copy_(torch.randn(n, generator=torch.Generator().manual_seed(index)))
+        at += n * dtype.itemsize
+    return found
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MANY = [(n, BF16) for n in (BLOCK, 2 * BLOCK + 77, 0, 3, BLOCK - 1)] + [(7 + n, BF16) for n in range(2 * 32)]
+MIXED = [(0, BF16), (5, BF16), (BLOCK + 4, FP32), (0, FP32), (BLOCK, torch.float16), (9, BF16), (0, BF16)]
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(("sizes", "launches"), [(MANY, 6), (MIXED, 8), (MIXED[:1], 1), ([], 0)])
+def test_norms_of_gradients_in_one_launch_are_those_of_each(files, sizes, launches, monkeypatch):
+    """All gradients of a type in a row, at most 32, are one launch of sums and one of norms."""
+    queued = list[str]()
+
+    def pointer(address: int) -> Any:
+        return SimpleNamespace(data_ptr=lambda: address)
+
+    def kernel(entry: str, weight: int, gradient: torch.dtype, previous: None, device: torch.device) -> Any:
+        macros = adamw.macros(weight, adamw.GRADIENTS[gradient], 0)
+
+        def queue(grid: tuple[int, int, int], values: tuple[int, ...]) -> None:
+            assert grid[1:] == (1, 1) and grid[0] > 0
+            first, second, *others = values
+            words = torch.tensor(others[-2 * adamw.MAX_GRADIENTS :])
+            count = others[0] if entry == "square_sums" else grid[0]
+            args = [pointer(first), pointer(second), words, count, *([grid[0]] if entry == "square_sums" else [])]
+            emulation._call(files, macros, MAIN_SUMS if entry == "square_sums" else MAIN_NORMS, args)
+            queued.append(entry)
+
+        return SimpleNamespace(launcher=lambda threads, shared, num_parameters: SimpleNamespace(queue=queue))
+
+    monkeypatch.setattr(adamw, "_kernel", kernel)
+    gradients, expected = gradients_apart(sizes), list[float]()
+    for each in gradients:
+        sums = torch.empty(-(-len(each) // BLOCK))
+        adamw.square_sums(each, sums)
+        expected.append(adamw.norm_of([sums]).item())
+    pieces = [(each.data_ptr(), len(each), each.dtype) for each in gradients]
+    norms = adamw.norms_at(pieces, torch.device("cpu"))
+    assert norms.tolist() == expected
+    assert len(queued) == launches
+
+
+def test_a_gradient_of_too_many_elements_is_refused():
+    with pytest.raises(ValueError, match="at most"):
+        adamw.norms_at([(512, adamw.MAX_ELEMENTS + 1, BF16)], torch.device("cpu"))
 
 
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
@@ -123,4 +190,4 @@ def test_compiles_without_spills(arch, kinds, tmp_path):
     for kind in kinds:
         for name, usage in resources(nvrtc.compile_cubin(adamw.FILES, adamw.macros(*kind), arch), tmp_path).items():
             assert usage["STACK"] == usage["LOCAL"] == 0, (name, kind, usage)
-            assert usage["REG"] * adamw.THREADS * 2 <= 65536 or name == "block_norm", (name, kind, usage)
+            assert usage["REG"] * adamw.THREADS * 2 <= 65536 or name == "block_norms", (name, kind, usage)

@@ -14,7 +14,9 @@ remainder, where the bf16 is the master rounded to nearest, ties away from zero.
 """
 
 import functools
+import itertools
 import math
+import operator
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ _NORM_LANES = 1024  # partial sums that are added side by side
 FILES = ("ptx.cuh", "optimizer/gradient.cuh", "optimizer/adamw.cu")
 THREADS = 512
 MAX_ELEMENTS = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
+MAX_GRADIENTS = 32  # whose norms one launch takes: a layer's, and half a KiB of the 4 that a kernel's arguments may be
 GRADIENTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 PREVIOUS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
@@ -185,7 +188,8 @@ def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
     """What ``adamw.cu`` is compiled with, for torch's order on this machine."""
     lerp, square = torch_order().lerp, torch_order().square
     order = {"LERP": int(lerp[0]), "TAIL_LERP": int(lerp[1]), "SQUARE": square[0], "TAIL_SQUARE": square[1]}
-    return {"FP16": 0, "WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous, **order}
+    types = {"WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous}
+    return {"FP16": 0, "MAX_GRADIENTS": MAX_GRADIENTS, **types, **order}
 
 
 @functools.cache
@@ -204,7 +208,7 @@ def compile_kernels(dtypes: Iterable[torch.dtype], device: torch.device) -> None
     for dtype in dtypes:
         _launcher(int(dtype == torch.float32), dtype, None, device)
         _kernel("square_sums", 0, dtype, None, device)
-    _kernel("block_norm", 0, torch.float32, None, device)
+    _kernel("block_norms", 0, torch.float32, None, device)
 
 
 FP32 = (torch.float32,)
@@ -327,7 +331,9 @@ def adamw_at(
     stream: torch.cuda.Stream,
 ) -> None:
     """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
-    caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None."""
+    caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None. Without
+    ``square_sums`` only vectors count: a piece may start at any multiple of them, and be several parameters of which
+    the last alone has elements for the scalar loop."""
     itemsizes = (2 if at.remainder else 4, 2, 4, 4, gradient.itemsize, 0 if previous is None else previous.itemsize)
     unaligned = 0
     for address, itemsize in zip(at, itemsizes, strict=False):
@@ -351,7 +357,9 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
             pass
     elif n:
         compiled = _kernel("square_sums", 0, gradient.dtype, dtype_of(previous), gradient.device)
-        compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(gradient, previous)))
+        before = 0 if previous is None else previous.data_ptr()
+        values = (out.data_ptr(), before, 1, *gradients_argument([(gradient.data_ptr(), n, len(out))]))
+        compiled.launcher(THREADS, 64, len(values)).queue((len(out), 1, 1), values)
 
 
 def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
@@ -365,26 +373,40 @@ def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
             total += row
         return _halve(total).sqrt().float()
     out = torch.empty((), dtype=torch.float32, device=sums.device)
-    compiled = _kernel("block_norm", 0, torch.float32, None, sums.device)
-    compiled.launch((1, 1, 1), THREADS, THREADS * 8, (sums, out, sums.numel()))
+    compiled = _kernel("block_norms", 0, torch.float32, None, sums.device)
+    values = (sums.data_ptr(), out.data_ptr(), *gradients_argument([(0, 0, len(sums))]))
+    compiled.launcher(THREADS, THREADS * 8, len(values)).queue((1, 1, 1), values)
     return out
 
 
+def gradients_argument(pieces: Iterable[tuple[int, int, int]]) -> list[int]:
+    """``Gradients`` of ``cuda/adamw.cu``, in words of 64 bits: (address, elements, blocks) of each."""
+    words, stop = list[int](), 0
+    for address, elements, blocks in pieces:
+        stop += blocks
+        words += address, elements | stop << 32
+    return words + [0] * (2 * MAX_GRADIENTS - len(words))
+
+
 def norms_at(pieces: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> Tensor:
-    """`norm_of` of gradients on a GPU, (address, elements, type) each: (len(pieces),) fp32, by launches on the current
-    stream and nothing else of the host, for a caller that has hundreds of parameters. Raises ValueError as
-    `adamw_piece` for one of too many elements."""
-    counts = [-(-elements // BLOCK) for _, elements, _ in pieces]
-    sums, norms = (torch.empty(n, dtype=torch.float32, device=device) for n in (sum(counts), len(pieces)))
-    norm = _kernel("block_norm", 0, torch.float32, None, device).launcher(THREADS, THREADS * 8, 3)
-    sums_at, norm_at = sums.data_ptr(), norms.data_ptr()
-    for (address, elements, dtype), count in zip(pieces, counts, strict=True):
-        if elements > MAX_ELEMENTS:
-            raise ValueError(f"a gradient of {elements} elements: at most {MAX_ELEMENTS} at once")
-        if count:
-            whole = int(address * (1 if dtype.itemsize == 4 else 2) % 16 == 0)
-            launcher = _kernel("square_sums", 0, dtype, None, device).launcher(THREADS, 64, 5)
-            launcher.queue((count, 1, 1), (address, 0, sums_at, elements, whole))
-        norm.queue((1, 1, 1), (sums_at, norm_at, count))
-        sums_at, norm_at = sums_at + 4 * count, norm_at + 4
+    """`norm_of` of gradients on a GPU, (address, elements, type) each: (len(pieces),) fp32. Two launches on the current
+    stream for up to `MAX_GRADIENTS` in a row of one type, and nothing else of the host, for a caller with hundreds of
+    parameters. Raises ValueError as `adamw_piece` for one of too many elements."""
+    if (longest := max((elements for _, elements, _ in pieces), default=0)) > MAX_ELEMENTS:
+        raise ValueError(f"a gradient of {longest} elements: at most {MAX_ELEMENTS} at once")
+    norms = torch.empty(len(pieces), dtype=torch.float32, device=device)
+    norm_at, norm = norms.data_ptr(), _kernel("block_norms", 0, torch.float32, None, device)
+    for dtype, same in itertools.groupby(pieces, key=operator.itemgetter(2)):
+        left = [(address, elements, -(-elements // BLOCK)) for address, elements, _ in same]
+        while left:
+            batch, left = left[:MAX_GRADIENTS], left[MAX_GRADIENTS:]
+            words, blocks = gradients_argument(batch), sum(count for _, _, count in batch)
+            sums = torch.empty(blocks, dtype=torch.float32, device=device)
+            if blocks:
+                values = (sums.data_ptr(), 0, len(batch), *words)
+                launcher = _kernel("square_sums", 0, dtype, None, device).launcher(THREADS, 64, len(values))
+                launcher.queue((blocks, 1, 1), values)
+            values = (sums.data_ptr(), norm_at, *words)
+            norm.launcher(THREADS, THREADS * 8, len(values)).queue((len(batch), 1, 1), values)
+            norm_at += 4 * len(batch)
     return norms

@@ -267,7 +267,8 @@ class Chain:
 
 
 class Launcher:
-    """A kernel with a fixed block and so many parameters of 4 or 8 bytes, launched by addresses; from any thread."""
+    """A kernel with a fixed block and so many parameters of 4 or 8 bytes, launched by addresses; from any thread. The
+    kernel's last parameter may be a struct, for which all that is left stands, 8 bytes each."""
 
     def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
         self.kernel = kernel

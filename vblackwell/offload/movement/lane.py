@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.optimizer.adamw import AdamWStep, Addresses, adamw_at, adamw_piece
+from vblackwell.kernels.optimizer.adamw import MAX_ELEMENTS, AdamWStep, Addresses, adamw_at, adamw_piece, torch_order
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
@@ -284,7 +284,7 @@ class Lane:
             found = self._cut[key] = []
             fit = self._buffer_bytes - ALIGNMENT * len(kinds)
             block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds)
-            most = fit // block_bytes * SCALE_BLOCK if block_bytes else 0
+            most = min(fit // block_bytes * SCALE_BLOCK, MAX_ELEMENTS) if block_bytes else 0
             assert most or not kinds, f"no piece of {group.name} fits a buffer of {self._buffer_bytes} bytes"
             for piece in pieces_of(group, most - most % group.formats.cut) if most else []:
                 start, places = 0, {}
@@ -537,6 +537,26 @@ class CudaQueues(Queues):
         return EventTransfer(_recorded(queue, enable_timing=True), start)
 
 
+def runs_of(job: LaneJob, piece: Piece) -> list[tuple[AdamWStep, int, int]]:
+    """(numbers, start, stop) of what one launch of AdamW updates: parameters of ``piece`` next to each other with equal
+    numbers, and the gaps between them.
+
+    A gap is padding of fewer than 256 elements, of whatever was there before: copies and a disk's checksums take it
+    along, all else goes by `Slot`, so that nobody minds what AdamW makes of it. A parameter whose last elements are
+    torch's scalar loop is the last of its launch, where the kernel has that loop; it begins at the same element as in a
+    launch of that parameter alone, because parameters and pieces start at multiples of torch's vectors.
+    """
+    found, tail_start, is_open = list[tuple[AdamWStep, int, int]](), torch_order().tail_start, False
+    for slot, start, stop in parts_of(job.group, piece):
+        numbers = job.numbers.get(slot)
+        if numbers is not None:
+            if is_open and numbers == found[-1][0]:
+                start = found.pop()[1]
+            found.append((numbers, start, stop))
+        is_open = numbers is not None and tail_start(stop - start) == stop - start
+    return found
+
+
 class CudaLane(Lane):
     """`Lane` on streams, without a tensor for every piece: a group is dozens of copies and launches on the host."""
 
@@ -566,9 +586,8 @@ class CudaLane(Lane):
         bases = (held["weight"], held.get("remainder", 0), held["exp_avg"], held["exp_avg_sq"], gradient, previous)
         sizes = (dtype.itemsize, 2, 4, 4, gradient_dtype.itemsize, getattr(previous_dtype, "itemsize", 0))
         factor = 0 if job.factor is None else job.factor.data_ptr()
-        for slot, start, stop in parts_of(group, piece):
-            if slot in job.numbers:
-                offset, numbers = start - piece.start, job.numbers[slot]
-                places = (base and base + offset * size for base, size in zip(bases, sizes, strict=True))
-                at = Addresses._make((*places, factor, 0))
-                adamw_at(at, stop - start, numbers, gradient_dtype, previous_dtype, self._queues.update)
+        for numbers, start, stop in runs_of(job, piece):
+            offset = start - piece.start
+            places = (base and base + offset * size for base, size in zip(bases, sizes, strict=True))
+            at = Addresses._make((*places, factor, 0))
+            adamw_at(at, stop - start, numbers, gradient_dtype, previous_dtype, self._queues.update)

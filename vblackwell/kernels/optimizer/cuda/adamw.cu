@@ -6,7 +6,7 @@
 // that the compiler fuses nothing; division and square root are the correctly rounded ones, subnormals stay.
 //
 // Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), and torch's order: LERP and SQUARE of its
-// vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh.
+// vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh; MAX_GRADIENTS.
 
 // m + w (g - m), or from the other end for a w of a half and more.
 template <int FUSED>
@@ -99,7 +99,7 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
 DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
                           const void* previous, const float* factor, float* square_sum, float* partial, int n,
                           int tail_start, const Numbers& by) {
-    if (square_sum) sum_block<0>(gradient, previous, square_sum, partial, n);
+    if (square_sum) sum_block<0>(gradient, previous, blockIdx.x * 4096, square_sum, partial, n);
     const float scale = factor ? *factor : 1.0f;
     const int end = min(n, (int)blockIdx.x * 4096 + 4096);
 #pragma unroll 1
@@ -148,28 +148,47 @@ adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* g
                       tail_start, by);
 }
 
-// The same sums of squares, and nothing else.
+// Gradients wherever they are, as an argument: all of a layer are one launch, and a table in memory would have to be
+// brought there. `stop`: of the launch's blocks, the one after the gradient's last.
+struct Gradients { struct { const void* at; int elements, stop; } each[MAX_GRADIENTS]; };
+
+DEVICE int start_of(const Gradients& gradients, int index) { return index ? gradients.each[index - 1].stop : 0; }
+
+// The same sums of squares of `count` gradients, and nothing else. `previous`: of the only one.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-square_sums(const void* gradient, const void* previous, float* out, int n, int aligned) {
+square_sums(float* out, const void* previous, int count, const Gradients gradients) {
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();
-    if (aligned && n - (int)blockIdx.x * 4096 >= 4096)
-        sum_block<1>(gradient, previous, out + blockIdx.x, (float*)memory, n);
+    int index = 0;
+    for (int end = count - 1; index < end;) {  // the first that stops after this block
+        const int middle = (index + end) / 2;
+        if (gradients.each[middle].stop > (int)blockIdx.x)
+            end = middle;
+        else
+            index = middle + 1;
+    }
+    const void* gradient = gradients.each[index].at;
+    const int n = gradients.each[index].elements, first = ((int)blockIdx.x - start_of(gradients, index)) * 4096;
+    const int aligned = (u64)gradient % (GRADIENT == 1 ? 16 : 8) == 0 && (u64)previous % (PREVIOUS == 2 ? 16 : 8) == 0;
+    if (aligned && n - first >= 4096)
+        sum_block<1>(gradient, previous, first, out + blockIdx.x, (float*)memory, n);
     else
-        sum_block<0>(gradient, previous, out + blockIdx.x, (float*)memory, n);
+        sum_block<0>(gradient, previous, first, out + blockIdx.x, (float*)memory, n);
 }
 
-// sqrt of the sum of `count` block sums, in double, by one block: a thread adds columns t and t + 512 of rows of 1024,
-// row by row; then the columns 512, 256, ... 1 apart.
+// sqrt of the sum of a gradient's block sums, in double, by one block each: a thread adds columns t and t + 512 of rows
+// of 1024, row by row; then the columns 512, 256, ... 1 apart.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-block_norm(const float* sums, float* out, int count) {
+block_norms(const float* sums, float* out, const Gradients gradients) {
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();
     double* totals = (double*)memory;
+    const int start = start_of(gradients, blockIdx.x), count = gradients.each[blockIdx.x].stop - start;
     const int t = threadIdx.x;
     double first = 0.0, second = 0.0;
+    sums += start;
     for (int row = 0; row < count; row += 2 * THREADS) {
         if (row + t < count) first = __dadd_rn(first, (double)sums[row + t]);
         if (row + t + THREADS < count) second = __dadd_rn(second, (double)sums[row + t + THREADS]);
@@ -179,5 +198,5 @@ block_norm(const float* sums, float* out, int count) {
         __syncthreads();
         if (t < apart) totals[t] = __dadd_rn(totals[t], totals[t + apart]);
     }
-    if (t == 0) *out = __double2float_rn(__dsqrt_rn(totals[0]));
+    if (t == 0) out[blockIdx.x] = __double2float_rn(__dsqrt_rn(totals[0]));
 }

@@ -172,9 +172,9 @@ adamw8(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, flo
     const int whole = aligned && n - (int)blockIdx.x * 4096 >= 4096;
     if (square_sums) {  // reads gradients that come from L1 or L2 below
         if (whole)
-            sum_block<1>(gradient, previous, square_sums + blockIdx.x, (float*)memory, n);
+            sum_block<1>(gradient, previous, blockIdx.x * 4096, square_sums + blockIdx.x, (float*)memory, n);
         else
-            sum_block<0>(gradient, previous, square_sums + blockIdx.x, (float*)memory, n);
+            sum_block<0>(gradient, previous, blockIdx.x * 4096, square_sums + blockIdx.x, (float*)memory, n);
     }
     if (whole)
         update<1>(weight, remainder, codes1, scales1, codes2, scales2, gradient, previous, factor, n, first_low,

@@ -90,13 +90,14 @@ DEVICE void write_square_sum(const float (*g)[4], float* partial, float* to) {
     }
 }
 
+// That of the block from element `first` on, of n.
 template <int WHOLE>
-DEVICE void sum_block(const void* gradient, const void* previous, float* out, float* partial, int n) {
+DEVICE void sum_block(const void* gradient, const void* previous, int first, float* out, float* partial, int n) {
     Loaded loaded[2];
     float g[2][4];
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        const int at = blockIdx.x * 4096 + k * 2048 + threadIdx.x * 4;
+        const int at = first + k * 2048 + threadIdx.x * 4;
         load_gradient<WHOLE>(loaded[k], gradient, previous, at, n - at);
     }
 #pragma unroll
