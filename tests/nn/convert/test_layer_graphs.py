@@ -391,6 +391,7 @@ def test_a_capture_that_a_wait_ends_leaves_the_allocator_as_it_was():
 def test_streamed_layers_in_graphs_train_to_the_same_bits(name, monkeypatch):
     """Whether they would save time, and steps are steady, is not asked: other processes use the GPU meanwhile."""
     monkeypatch.setattr(spare, "STEADY", 1)
+    monkeypatch.setattr(spare, "LINK_BUSY", 1e9)
     monkeypatch.setattr(layer_graphs._Launched, "waits_for_host", True)
     monkeypatch.setattr(layer_graphs._Graphs, "seconds", lambda *given: 0.0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}

@@ -40,7 +40,12 @@ class World:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.budget, self.reserved, self.begun = PLANNED, 0, list[int]()
         world = self
-        self.stack: Any = SimpleNamespace(levels=[Level0(self)], level0_device="cuda:0", prefetchers=[None])
+        self.busy, self.time, self.link = 0.0, 0.0, 0.0  # a step takes a second, in which the link works so long
+        stats = lambda: {"links": [{"seconds": world.link}]}  # noqa: E731
+        self.stack: Any = SimpleNamespace(
+            levels=[Level0(self)], level0_device="cuda:0", prefetchers=[None], get_stats=stats
+        )
+        patch.setattr(spare_module.time, "perf_counter", lambda: world.time)
         weights: Any = SimpleNamespace(budget_bytes=PLANNED, rebudget=lambda size: setattr(world, "budget", size))
         patch.setattr(torch.cuda, "memory_reserved", lambda device: world.reserved)
         patch.setattr(torch.cuda, "memory_allocated", lambda device: world.held)
@@ -63,6 +68,7 @@ class World:
     def steps(self, number: int, *args: Any, **options: Any) -> int:
         for _ in range(number):
             self.forward(*args, **options)
+            self.time, self.link = self.time + 1, self.link + self.busy
             self.spare.end_step()
         return self.budget
 
@@ -118,6 +124,18 @@ OTHERS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((ids(4, 64), "hidden states"), {}),
     ((ids(4, 64), True), {}),
 ]
+
+
+@pytest.mark.parametrize(("busy", "allowed"), [(0.5, 1), (0.9, 0)])
+def test_where_a_link_is_what_steps_wait_for_weights_get_all(world: World, busy: float, allowed: int):
+    """Before steps were steady it may have been idle, or the other way round."""
+    calls = list[int]()
+    world.spare.graphs.allow = calls.append  # type: ignore[method-assign]
+    world.busy = 1.2 - busy
+    world.steps(3, ids(4, 64), extra=0)
+    world.busy = busy
+    world.steps(STEADY + 1, ids(4, 64), extra=40)
+    assert len(calls) == allowed and world.budget == grown(4 * 64 + 40)
 
 
 @pytest.mark.parametrize(("args", "options"), OTHERS)

@@ -62,7 +62,7 @@ BUFFER_BYTES = 144 * MiB
 LEAST_BUFFERS, MAX_BUFFERS = 4, 24
 
 STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
-LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.6
+LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.8
 MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU

@@ -2,6 +2,7 @@
 graphs of layers."""
 
 import operator
+import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,6 +18,7 @@ from vblackwell.offload.movement.weights import WeightStreamer
 STEADY = 4  # steps. The first make what later ones find: states, compiled code, shadows as their pages come
 FILLED = 0.78  # of level 0, by weights that nothing has planned: what a step needs once in a while has room there too
 UNUSED = 0.05  # of level 0, by graphs
+LINK_BUSY = 0.75  # of the time of steps: they wait for bytes, of which kept weights spare some and graphs none
 MOST_KINDS = 64  # of forwards that are remembered
 
 
@@ -29,8 +31,8 @@ class SpareMemory:
     beyond that goes back to the driver, and steps are watched anew. So does any with inputs that are no numbers,
     tensors or containers of them, or next to another streamed model.
 
-    ``graphs`` of layers come first: in the step after, weights have the planned budget once more. What those hold is
-    known then, so that they may have all but `UNUSED`.
+    ``graphs`` of layers come first, unless a link is `LINK_BUSY`: in the step after, weights have the planned budget
+    once more. What those hold is known then, so that they may have all but `UNUSED`.
     """
 
     def __init__(self, weights: WeightStreamer, stack: VGPUStack) -> None:
@@ -43,6 +45,18 @@ class SpareMemory:
     def _watch(self) -> None:
         self._granted, self._left = False, 0
         self._steps = self._last = self._forwards = 0  # steady ones; reserved at the last; forwards since then
+        self._since = self._clock()  # the first steady one
+
+    def _clock(self) -> tuple[float, list[float]]:
+        """The time, and those of links."""
+        return time.perf_counter(), [link["seconds"] for link in self._stack.get_stats()["links"]]
+
+    def _links_wait(self) -> bool:
+        """Whether no link was as busy as `LINK_BUSY` in the steady steps."""
+        (began, before), (now, seconds) = self._since, self._clock()
+        before += [0.0] * (len(seconds) - len(before))
+        busiest = max((late - early for late, early in zip(seconds, before, strict=True)), default=0.0)
+        return busiest < LINK_BUSY * (now - began)
 
     def begin_forward(self, inputs: Any, *, training: bool) -> None:
         """A forward of the whole model with these inputs is about to start."""
@@ -76,12 +90,15 @@ class SpareMemory:
             return
         self.look()
         self._steps = self._steps + 1 if self._reserved == self._last else 0
+        if not self._steps:
+            self._since = self._clock()
         self._last, self._forwards = self._reserved, 0
         if self._steps == STEADY:
             level0, device = self._stack.levels[0], self._stack.level0_device
             total = gpu_bytes_left(device) + torch.cuda.memory_allocated(device)
             self._left = max(0, min(total - self._reserved, level0.capacity_bytes - self._used))
-            self.graphs.allow(max(0, self._left - int(UNUSED * level0.capacity_bytes)))
+            if self._links_wait():
+                self.graphs.allow(max(0, self._left - int(UNUSED * level0.capacity_bytes)))
             self._grant()
             self._granted = True
 
