@@ -171,7 +171,7 @@ class StepControl(Mover):
                     place.shadows.free_spare()  # of some kinds, there was room for, or their pages have not come
                 return None  # this group is updated at the step, which is always right
             jobs = self.jobs(group)
-            early = EarlyUpdate(jobs, [job.step.clone() for job in jobs], shadows, earlier=state.gradient.task)
+            early = EarlyUpdate(jobs, [int(job.step) for job in jobs], shadows, earlier=state.gradient.task)
             try:
                 early.reads_until = place.queue(group, jobs, gradient, None, shadows)
             except BaseException:
@@ -214,7 +214,7 @@ class StepControl(Mover):
                 assert update.shadows is not None
                 place.roll_back(group, update.shadows, update.earlier)
                 for job, step in zip(update.jobs, update.steps, strict=True):
-                    job.step.copy_(step)
+                    job.step.fill_(step)
                 state.early = None
                 state.version -= 1
                 state.to(Phase.STORED)

@@ -12,8 +12,8 @@ and backward bring up ``pass_bytes`` of every parameter, twice its weight less w
 with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
 has `OVERLAP` of a step: from the first gradient to the next forward. Of the CPU's rate `IN_STEP` of what is measured
 counts, as threads that issue and land take cores in a step, and a CPU that is late costs more than one that could do
-more: 2.70B on an H200 took as long with a share of 0.35 as of 0.5, and with 0.6, where the host waited, 4 % more, 10 %
-where steps clip (docs/journal/offload.md).
+more. On one H200 a drawn model of 2.35G, which waits for its link, took 571 ms a step with 0.6 of it and 524 with 0.8
+(docs/journal/offload.md).
 """
 
 import math

@@ -153,8 +153,7 @@ class DeviceUpdates(Mover):
                 weights.unlock(loaded)
                 weights.drop(group)
             raise
-        for job in jobs:
-            job.step.add_(1)
+        torch._foreach_add_([job.step for job in jobs], 1)  # pyright: ignore[reportPrivateImportUsage]
         previous: LaneEnd | None = state.update_end
         if previous is not None and previous.stored.done():
             in_flight.discard(previous.stored)

@@ -303,7 +303,7 @@ class Job:
 @dataclass(eq=False)
 class EarlyUpdate:
     jobs: list[Job]
-    steps: list[Tensor]  # the jobs' before it
+    steps: list[int]  # the jobs' before it
     shadows: Ranges | None  # what it writes; None: the group's own ranges, which is final
     reads_until: Transfer | None = None  # until then it reads the gradient on level 0; None: it does not
     earlier: Task | None = None  # the worker's last before it that touches the gradient
