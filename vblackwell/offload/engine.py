@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.nn.decoder.checkpoint import second_pass_under
+from vblackwell.nn.decoder.checkpoint import second_pass_under, top_hooks
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
 from vblackwell.offload.layout.placement import (
     Measured,
@@ -26,7 +26,7 @@ from vblackwell.offload.layout.placement import (
     place_streamed,
     refuse_slices_on_disk,
 )
-from vblackwell.offload.movement.activations import ActivationStore, top_hooks
+from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.state import GroupState, Level0Budget, Shared, Worker
 from vblackwell.offload.movement.weights import PackedView, SavedTensor
 from vblackwell.offload.parameters import (

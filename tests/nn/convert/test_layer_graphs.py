@@ -10,12 +10,14 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import modeling_llama
 
@@ -29,11 +31,14 @@ from tests.nn.convert.test_fused_modules_lean import (
     wanted,  # noqa: F401 - a fixture
 )
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from vblackwell.errors import StaleTensor
 from vblackwell.kernels.pointwise import layer_graphs
+from vblackwell.kernels.pointwise.layer import own_layer
 from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs, graphs_in_use
 from vblackwell.kernels.runtime.capture import Captured, capturing
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.memory.cache.stack import create_vgpu_stack
+from vblackwell.nn.convert import fused_layers
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement import spare
@@ -293,14 +298,105 @@ def test_layers_that_draw_numbers_or_keep_something_stay_checkpoints(change, kno
     assert set(graphs.alone.values()) == known and not any(graphs._steps[-1])
 
 
+class UnderOne(nn.Module):
+    """The layers of a model under one checkpoint of the user's."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        trunk, positions = self.model.base_model, torch.arange(ids.shape[1])[None]
+        is_llama = hasattr(trunk, "layers")
+        x = (trunk.embed_tokens if is_llama else trunk.wte)(ids)
+        tables = {"position_embeddings": trunk.rotary_emb(x, positions)} if is_llama else {}
+
+        def all_of_them(x: torch.Tensor) -> torch.Tensor:
+            for layer in trunk.layers if is_llama else trunk.h:
+                x = layer(x, **tables)
+            return x
+
+        return checkpoint(all_of_them, x, use_reentrant=False).square().sum()
+
+
 @on_the_cpu
-def test_own_layers_keep_their_input_and_weights_alone(fused):
-    model, graphs, kept = own_layers(lambda layer: None), LayerGraphs(), list[torch.Tensor]()
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_a_checkpoint_around_layers_of_a_stream_sees_the_same_in_both_passes(name, fused, make_stack):  # noqa: F811
+    """Of which only the first is inside the forward, where graphs are used."""
+    grads = []
+    for graphed in (True, False):
+        model = UnderOne(accelerated(name))
+        enable_vgpu_stack_optimization(model, make_stack(256 << 10), placement="streamed")
+        offload_of(model).step_control.graphs = LayerGraphs() if graphed else None
+        for seed in range(3):
+            model(batch(seed)["input_ids"]).backward()
+        grads.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
+        release(model)
+    assert grads[0] and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("way", ["another's", "eager", "forward AD"])
+def test_attention_that_nobody_here_knows_stays_in_a_checkpoint(way, fused, monkeypatch):
+    """Another's may read a tensor that wants a gradient, or draw numbers later on."""
+    model, graphs = own_layers(lambda layer: None), LayerGraphs()
+    if way == "another's":
+        theirs = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **how: theirs(*args, **how))
+    elif way == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        monkeypatch.setattr(fused_layers, "differentiating_forward", lambda: True)
+    for seed in range(2):
+        assert_equal(step(model, graphs, batch(seed)), gradients(model, **batch(seed)))
+    assert not graphs.alone and not any(graphs._steps)
+
+
+@on_the_cpu
+def test_a_mask_that_was_written_to_since_the_forward_is_refused(fused):
+    model, graphs = own_layers(lambda layer: None), LayerGraphs()
+    layer, x, mask = model.transformer.h[0], torch.randn(2, 6, 32, requires_grad=True), torch.zeros(2, 1, 6, 6)
+    with graphs.used():
+        layer(x, None, mask)
+        y = layer(x, None, mask)
+    y.sum().backward(retain_graph=True)
+    mask.sub_(1)
+    with pytest.raises(StaleTensor, match="written to in place since its forward"):
+        y.sum().backward()
+
+
+@on_the_cpu
+def test_a_layer_that_is_called_alone_is_so_in_its_thread_only(fused):
+    model, graphs, seen = own_layers(lambda layer: None), LayerGraphs(), list[Any]()
+    layer, x = model.transformer.h[0], torch.randn(2, 6, 32, requires_grad=True)
+
+    def look(*args: Any) -> None:
+        with ThreadPoolExecutor(1) as other:
+            seen.append((layer.gradient_checkpointing, other.submit(lambda: layer.gradient_checkpointing).result()))
+
+    look.ignores_output = True
+    layer.register_forward_pre_hook(look)
+    with graphs.used():
+        layer(x)
+        layer(x)
+    assert seen == [(True, True), (False, True)]
+    layer.gradient_checkpointing = False
+    assert layer.gradient_checkpointing is vars(layer)["gradient_checkpointing"] is False
+
+
+@on_the_cpu
+def test_own_layers_keep_their_input_and_weights_alone(fused, monkeypatch):
+    model, graphs, kept, op = own_layers(lambda layer: None), LayerGraphs(), list[torch.Tensor](), own_layer
+
+    def noted(*args: Any) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+            return op(*args)
+
+    monkeypatch.setattr(fused_layers, "own_layer", noted)
     layer, x = model.transformer.h[0], torch.randn(2, 6, 32, requires_grad=True)
     with graphs.used():
         layer(x)  # draws nothing
-        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
-            y = layer(x)
+        y = layer(x)
     assert {id(each) for each in kept} == {id(each) for each in (x, *layer.parameters())}
     assert torch.equal(y, layer(x))
 
@@ -344,18 +440,19 @@ def test_streamed_layers_bring_their_inputs_back(name, fused, make_stack, monkey
     assert runs[:4] == runs[4:]
 
 
-def test_a_gpu_waits_for_the_host_where_it_is_done_when_the_next_layer_comes():
+def test_a_gpu_waits_for_the_host_where_it_is_done_when_the_next_layer_comes(monkeypatch):
     class Event:
         done = True
         query = record = lambda self: self.done
 
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     for done, waits in ((True, True), (False, False)):
-        launched, Event.done = layer_graphs._Launched(last=Event()), done
-        for _ in range(8):
+        launched, Event.done = layer_graphs._Launched(), done
+        for _ in range(9):
             launched.end(launched.begin(), on_gpu=True)
-        assert launched.layers == 8 and launched.waits_for_host == waits
+        assert launched.layers == 9 and launched.waits_for_host == waits
     launched.idle = 4
-    assert launched.waits_for_host
+    assert launched.waits_for_host and layer_graphs._Launched(layers=1, last=Event()).waits_for_host
 
 
 @pytest.mark.gpu

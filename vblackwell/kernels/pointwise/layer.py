@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from vblackwell.errors import StaleTensor
 from vblackwell.kernels.pointwise.layer_graphs import Foreign, Passes, graphs_in_use, kind_of, lies_as_usual
 from vblackwell.kernels.pointwise.linears import _feed_forward_block_backward, feed_forward_block
 from vblackwell.kernels.pointwise.rows import _rms_norm, _rms_norm_backward
@@ -83,7 +84,7 @@ class _Layer(torch.autograd.Function):
         ctx.foreign, ctx.graphs, autocast = foreign, graphs_in_use(), _autocast(x)
         ctx.autocast, wanted = autocast, ctx.needs_input_grad[4:]
         ctx.passes, ctx.numbers = passes(wanted), (numbers, wanted, autocast)
-        ctx.joint = None if ctx.graphs is None else _joint(weights)
+        ctx.joint, ctx.versions = None if ctx.graphs is None else _joint(weights), _versions(foreign)
         ctx.save_for_backward(x, *(weights if ctx.joint is None else [ctx.joint.of(weights)]))
         kind = _kind(ctx, x, weights)
         if kind is None or ctx.graphs is None:
@@ -95,6 +96,11 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors  # read once: a checkpoint unpacks them
         weights = weights if ctx.joint is None else ctx.joint.parts(*weights)
+        if ctx.versions != _versions(ctx.foreign):
+            raise StaleTensor(
+                "what a checkpointed layer read beside its input (a mask, tables of positions) was written to in place "
+                "since its forward, and backward needs it as it was: write into a copy of it"
+            )
         dtype = ctx.autocast
         with nullcontext() if dtype == _autocast(x) else torch.autocast(x.device.type, dtype, dtype is not None):
             kind = _kind(ctx, x, weights)
@@ -105,9 +111,14 @@ class _Layer(torch.autograd.Function):
         return None, None, None, *gradients
 
 
+def _versions(foreign: Foreign) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in foreign.tensors()]
+
+
 class _Joint(NamedTuple):
     """Where tensors of one type lie in one memory, in elements from the first: together they are kept by one reference,
-    which whoever loads weights looks up once."""
+    which whoever loads weights looks up once. For a stream's weights, whose changes it sees: autograd would see those
+    of the first one."""
 
     start: int
     stop: int

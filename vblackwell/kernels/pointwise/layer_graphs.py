@@ -164,7 +164,7 @@ class _Launched:
     @property
     def waits_for_host(self) -> bool:
         """Whether the GPU did, mostly. For bytes it waits with what was launched already."""
-        return self.last is None or 2 * self.idle >= self.layers
+        return self.last is None or 2 * self.idle >= self.layers - 1
 
     def begin(self) -> float:
         """The host comes with a layer's gradients."""

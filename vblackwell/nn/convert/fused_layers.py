@@ -7,6 +7,7 @@ decides; in a stream, whose layers may be CUDA graphs, `own_layer` of any other 
 
 import functools
 import random
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.pointwise.layer import layer_block, own_layer
 from vblackwell.kernels.pointwise.layer_graphs import Foreign, graphs_in_use
 from vblackwell.kernels.pointwise.linears import feed_forward_block
-from vblackwell.kernels.runtime.registry import computes_at_once, functions_are_seen
+from vblackwell.kernels.runtime.registry import computes_at_once, differentiating_forward, functions_are_seen
 from vblackwell.nn.convert.fused_modules import (
     Overrides,
     Stub,
@@ -33,13 +34,13 @@ from vblackwell.nn.convert.fused_modules import (
     plain_class,
     twin_of,
 )
-from vblackwell.nn.decoder.checkpoint import saving_an_input
+from vblackwell.nn.decoder.checkpoint import saving_an_input, top_hooks
 from vblackwell.nn.linear.one_input import hooked, is_linear, is_plain_norm, may_be_lean, output_is_read
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
 _ALONE = "_vb_alone"  # an argument of a layer in place of its checkpoint: what its one operation calls
-_CACHES = ("past_key_values", "past_key_value", "layer_past")  # that transformers' checkpoints leave out
+_CACHES = ("past_key_values", "layer_past")  # that transformers' checkpoints leave out
 
 
 class _Nothing:
@@ -131,15 +132,23 @@ def _is_number(value: Any) -> bool:
 def _rules(module: nn.Module) -> Hashable:
     """Equal for modules that compute the same function of arguments and parameters; None: nobody can tell."""
     own = {name: each for name, each in vars(module).items() if name not in _NOT_OWN}
-    if module._buffers or not all(map(_is_number, own.values())):
+    config: Any = getattr(module, "config", None)
+    if module._buffers or not all(map(_is_number, own.values())) or not _has_known_attention(module):
         return None
-    functions = getattr(plain_class(module).forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS", {})
-    forward = type(module).forward, functions.get("sdpa"), module.training
-    return forward, _frozen(own), *_config_rules(getattr(module, "config", None))
+    forward = type(module).forward, _sdpa(module), module.training
+    return forward, _frozen(own), id(config), None if config is None else _frozen(vars(config))
 
 
-def _config_rules(config: Any) -> tuple[Hashable, ...]:
-    return () if config is None else (id(config), _frozen(vars(config)))
+def _sdpa(module: Any) -> Any:
+    """What ``module`` would call for PyTorch's attention, if it has any."""
+    return getattr(plain_class(module).forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS", {}).get("sdpa")
+
+
+def _has_known_attention(module: Any) -> bool:
+    """Whether attention, if ``module`` has any, is PyTorch's by transformers' own function: another may be compiled,
+    draw numbers, or read what nobody sees here."""
+    how, function = getattr(getattr(module, "config", None), "_attn_implementation", None), _sdpa(module)
+    return how is None or (how == "sdpa" and (function is None or function.__module__.startswith("transformers.")))
 
 
 def _hashable(found: Hashable) -> Hashable:
@@ -295,8 +304,7 @@ def _attention_as_probed(layer: Any, x: Tensor, kind: type | None, eps_name: str
         return False
     linears = [getattr(attention, name) for name in _PROJECTIONS]
     fits = all(is_linear(each) and each.weight.dtype == x.dtype for each in linears)
-    # Other attention may draw random numbers, as dropout does, or be compiled.
-    sdpa = getattr(getattr(attention, "config", None), "_attn_implementation", None) == "sdpa"
+    sdpa = hasattr(attention, "config") and _has_known_attention(attention)
     alone = sdpa and getattr(attention, "attention_dropout", None) == 0
     return fits and alone and not any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(options))
 
@@ -308,8 +316,14 @@ def _is_checkpointed(layer: Any) -> bool:
 
 
 def _may_be_alone(layer: Any) -> bool:
-    """Whether a checkpointed call of ``layer`` may do without: nobody's hooks but ours would see it."""
-    if layer._backward_hooks or layer._backward_pre_hooks or getattr(layer, "_can_checkpoint_with_cache", False):
+    """Whether a checkpointed call of ``layer`` may do without: nobody's hooks but ours would see it, of modules or of
+    what is saved, as a checkpoint around it has them in both of its passes."""
+    if (
+        top_hooks(True) is not None
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or getattr(layer, "_can_checkpoint_with_cache", False)
+    ):
         return False
     before = [*layer._forward_pre_hooks.values(), *_global_forward_pre_hooks.values()]
     return not output_is_read(layer) and all(getattr(hook, "ignores_output", False) for hook in before)
@@ -323,12 +337,24 @@ def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
 
 def _alone(original: type, layer: Any, foreign: Foreign, x: Tensor, args: Sequence[Any], options: Any) -> Tensor:
     """A call of ``layer`` in place of the checkpoint that transformers makes of it."""
-    own = vars(layer)
-    own["gradient_checkpointing"] = False
+    before, _calls.alone = getattr(_calls, "alone", None), layer
     try:
         return original.__call__(layer, x, *args, **options, **{_ALONE: foreign})
     finally:
-        own["gradient_checkpointing"] = True
+        _calls.alone = before
+
+
+_calls = threading.local()  # ``alone``: the layer that this thread calls without its checkpoint
+
+
+@property
+def _checkpointing(self: Any) -> bool:
+    return vars(self).get("gradient_checkpointing", False) and getattr(_calls, "alone", None) is not self
+
+
+@_checkpointing.setter
+def _checkpointing(self: Any, value: bool) -> None:
+    vars(self)["gradient_checkpointing"] = value
 
 
 @functools.cache
@@ -376,7 +402,7 @@ def _layer_methods(original: Any, eps_name: str, kind: type | None, first_eps_na
         epsilons = (getattr(first, first_eps_name), getattr(second, eps_name))
         return layer_block(attend, epsilons, x, *weights)
 
-    return {"__call__": call, "forward": forward}
+    return {"__call__": call, "forward": forward, "gradient_checkpointing": _checkpointing}
 
 
 def _is_simple(layer: nn.Module) -> bool:
@@ -400,6 +426,8 @@ def _own_methods(original: Any) -> Overrides:
         graphs, plain = graphs_in_use(), functools.partial(original.__call__, self, *args, **options)
         if graphs is None or not args or not isinstance(args[0], Tensor) or not _is_checkpointed(self):
             return plain()
+        if differentiating_forward():
+            return plain()
         (x, *rest), given = args, _without_cache(options)
         wanted = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((rest, given)))
         if wanted or not _may_be_alone(self) or not computes_at_once() or functions_are_seen():
@@ -422,7 +450,7 @@ def _own_methods(original: Any) -> Overrides:
         with saving_an_input():
             return own_layer(own, hidden_states, *_parameters_of(self))
 
-    return {"__call__": call, "forward": forward}
+    return {"__call__": call, "forward": forward, "gradient_checkpointing": _checkpointing}
 
 
 def _generators(device: torch.device) -> list[Any]:

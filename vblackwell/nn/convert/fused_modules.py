@@ -28,7 +28,7 @@ from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 ROTARY_NAME = "apply_rotary_pos_emb"
 # fp32 sums of a few dozen terms in another order; a different formula is off by 1e-2 and more.
 PROBE_TOLERANCE = 1e-4
-Overrides = dict[str, Callable[..., Any]]
+Overrides = dict[str, Any]  # methods, and properties
 
 
 def reason_of(error: Exception) -> str:

@@ -18,6 +18,8 @@ from torch.utils import checkpoint as torch_checkpoint
 InputHooks = Callable[[], AbstractContextManager[Any]]
 
 _FUNCTION = "_gradient_checkpointing_func"  # where transformers' modules hold what checkpoints them
+# The hooks of this thread that get what is saved for backward, or None.
+top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009
 _input_hooks: ContextVar[InputHooks] = ContextVar("input_hooks", default=nullcontext)
 
 

@@ -59,7 +59,7 @@ RING_GROUPS = 1.5
 RING_SHARE = 0.25  # of level 0 at most, where that is no GPU
 # Of three or four kinds. Every piece costs the host 0.2 ms, and the last one nothing hides.
 BUFFER_BYTES = 144 * MiB
-LEAST_BUFFERS, MAX_BUFFERS = 4, 24
+MIN_BUFFERS, MAX_BUFFERS = 4, 24
 
 STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
 LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.8
@@ -431,7 +431,7 @@ def checkpoints_ahead(input_bytes: int, level0_bytes: int, *, on_gpu: bool) -> i
 
 def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:
     """Into how many buffers, of ``least_bytes`` at least, a ring of ``total_bytes`` is cut."""
-    wanted = max(total_bytes // BUFFER_BYTES, LEAST_BUFFERS)
+    wanted = max(total_bytes // BUFFER_BYTES, MIN_BUFFERS)
     return max(1, min(MAX_BUFFERS, wanted, total_bytes // least_bytes))
 
 

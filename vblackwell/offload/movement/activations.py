@@ -27,7 +27,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTenso
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_streams
-from vblackwell.nn.decoder.checkpoint import inputs_saved_under
+from vblackwell.nn.decoder.checkpoint import inputs_saved_under, top_hooks
 from vblackwell.offload.layout.placement import NEWEST, checkpoints_ahead
 from vblackwell.offload.movement.state import FreeSome, Stalls, current_stream, reserve
 from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
@@ -183,8 +183,6 @@ def span_bytes(tensor: Tensor) -> int:
 SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's output) is alive anyway
 SMALLEST_BYTES = 4 * MiB  # the link needs so much at a time to come near its rate
 HOLES = 2  # a strided tensor may span so many times its bytes
-
-top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009
 
 
 class ActivationStore:
