@@ -318,7 +318,8 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
 @dataclass(frozen=True)
 class OffloadEstimate:
     """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and
-    workspace (``step``), of what is reserved beyond both, of RAM, of disk; its speed, where the card's is known."""
+    workspace (``step``), of what is reserved beyond both, of RAM, of disk; its speed, where the card's is known; the
+    step's forecast, and the ``rates`` of that card."""
 
     level0: int = 0
     host: int = 0
@@ -328,6 +329,8 @@ class OffloadEstimate:
     refused: str | None = None
     tokens_per_second: float | None = None
     bottleneck: str | None = None
+    forecast: StepForecast | None = None
+    rates: Rates | None = None
 
 
 def estimate_offload(
@@ -362,6 +365,8 @@ def estimate_offload(
         fragmentation=_fragments(forecast, placed.choice, trace, step),
         tokens_per_second=None if found is None or rates is None else found.tokens_per_second,
         bottleneck=None if found is None or rates is None else found.bottleneck,
+        forecast=step,
+        rates=rates,
     )
 
 

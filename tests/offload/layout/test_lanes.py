@@ -10,7 +10,16 @@ from dataclasses import replace
 import pytest
 
 from vblackwell.machine.rates import Rates
-from vblackwell.offload.layout.lanes import Clock, Graph, GroupWork, LanePlan, LaneTimes, disk_hidden_from, simulate
+from vblackwell.offload.layout.lanes import (
+    Clock,
+    Graph,
+    GroupWork,
+    LanePlan,
+    LaneTimes,
+    disk_hidden_from,
+    simulate,
+    spans,
+)
 from vblackwell.offload.layout.placement import share_for
 from vblackwell.units import GiB
 
@@ -30,6 +39,24 @@ def test_with_endless_rates_only_compute_takes_time():
     times = simulate(LanePlan(chain(), 4000, 20000), FAST)
     assert times.step_seconds == pytest.approx(6 * 4.0, rel=1e-3)
     assert busiest(times) == "gpu" and times.busy["gpu"] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_spans_are_one_step_of_what_is_counted():
+    groups = (*chain(3), *chain(3, on_host=True, input_bytes=500))
+    plan, rates = (
+        LanePlan(groups, 4000, 20000),
+        replace(FAST, up=9e3, up_both=8e3, down=9e3, down_both=8e3, cpu_adamw=400),
+    )
+    times, found = simulate(plan, rates), spans(plan, rates)
+    ends = [stop for pieces in found.values() for _, stop in pieces]
+    assert max(ends) == pytest.approx(times.step_seconds, rel=1e-6)
+    for lane, pieces in found.items():
+        in_order = sorted(pieces)
+        assert all(one[1] <= other[0] + 1e-9 for one, other in zip(in_order, in_order[1:], strict=False))
+        assert all(0 <= start <= stop for start, stop in pieces)
+        busy = sum(stop - start for start, stop in pieces) / times.step_seconds
+        assert busy == pytest.approx(times.busy[lane], abs=1e-6)
+    assert found["cpu"] and found["down"] and not found["disk"]
 
 
 def test_weights_that_fit_stay_and_others_come_twice_a_step():

@@ -89,14 +89,32 @@ class LaneTimes:
     disk_bytes: float = 0.0
 
 
-def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
-    """Run `STEPS` steps and count all but the first two and the last; ValueError for an empty one."""
+def _run(plan: LanePlan, rates: Rates) -> tuple[list[float], "Clock"]:
+    """When each of `STEPS` steps ends, in the clock that has run; ValueError for an empty one."""
     if not plan.groups or plan.micro_batches < 1:
         raise ValueError(f"a step of {plan.micro_batches} micro-batches and {len(plan.groups)} groups is empty")
-    graph, counted = Graph(plan, rates, STEPS), STEPS - 3
+    graph = Graph(plan, rates, STEPS)
     clock = Clock(graph)
     clock.run()
-    begin, end = clock.ends[graph.done[1]], clock.ends[graph.done[-2]]
+    return [clock.ends[task] for task in graph.done], clock
+
+
+def spans(plan: LanePlan, rates: Rates) -> dict[str, list[tuple[float, float]]]:
+    """When each lane works, (from, to) in seconds, between the ends of two steps in the long run; raises as `simulate`.
+    A step ends with its backward: updates that are due are the next one's first work.
+    """
+    (*_, begin, end, _), clock = _run(plan, rates)
+    found: dict[str, list[tuple[float, float]]] = {lane: [] for lane in LANES}
+    for lane, start, stop, _ in clock.busy:
+        if start < end and stop > begin:
+            found[lane].append((max(start, begin) - begin, min(stop, end) - begin))
+    return found
+
+
+def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
+    """Run `STEPS` steps and count all but the first two and the last; ValueError for an empty one."""
+    ends, clock = _run(plan, rates)
+    begin, end, counted = ends[1], ends[-2], STEPS - 3
     shares, moved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
     for lane, start, stop, num_bytes in clock.busy:
         inside = max(0.0, min(stop, end) - max(start, begin))

@@ -1,5 +1,5 @@
 """``vb estimate --html``: one page of an estimate, that needs nothing from anywhere: memory over the step, the peak in
-its parts, the plan. Its frame, colours and fixed words are ``page.html``.
+its parts, of a streamed one levels and lanes, the plan. Its frame, colours and fixed words are ``page.html``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,28 @@ from itertools import islice
 from pathlib import Path
 from string import Template
 
+from vblackwell.offload.layout.lanes import spans
 from vblackwell.planner.estimate.result import SHOWN, Estimated, both_units
+from vblackwell.planner.forecast import OffloadEstimate
 from vblackwell.trace.allocator import CachingAllocator, play
 from vblackwell.trace.trace import CATEGORIES, Trace
 from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
+# What a streamed step holds where, in the order of its forecast.
+HELD = {
+    "weight": "weights", "master": "masters", "remainder": "the rest of masters", "exp_avg": "first moments",
+    "exp_avg_sq": "second moments", "exp_avg_codes": "first moments, 8 bits", "exp_avg_scales": "their scales",
+    "exp_avg_sq_codes": "second moments, 8 bits", "exp_avg_sq_scales": "their scales", "gradient": "gradients",
+    "accumulated": "sums of gradients", "staging": "staging", "ring": "states that pass", "loaded": "loaded weights",
+    "leaving": "gradients that leave", "locked": "weights that updates hold", "undo": "for rollbacks, of what is free",
+}  # fmt: skip
+# Lane: its words, and the part of the peak whose colour it has.
+LANES = {
+    "gpu": ("GPU computes", "weights"), "up": ("to the GPU", "activations"), "down": ("from the GPU", "gradients"),
+    "cpu": ("CPU updates", "optimizer"), "disk": ("disk", "workspace"),
+}  # fmt: skip
+NARROW = 0.001  # of a step: what is between two pieces of work and narrower is not drawn
 WIDTH, HEIGHT = 1000, 300  # of the drawing in page.html, in its own units; it stretches with the window
 MAX_TICKS = 5
 
@@ -51,6 +67,7 @@ def page_of(estimated: Estimated) -> str:
             for text, num_bytes, share in rows
         ),
         "state": both_units(memory.state_bytes),
+        "streamed": _streamed(estimated),
         "plan": _plan(estimated),
         "assumptions": _list(estimated.assumptions()),
         "version": metadata.version("vblackwell"),
@@ -69,6 +86,55 @@ def _plan(estimated: Estimated) -> str:
     if estimated.advice:
         body += "<h3>What would help</h3>" + _list(estimated.advice)
     return body
+
+
+def _streamed(estimated: Estimated) -> str:
+    """Where the bytes of a streamed step are, and when its lanes work; empty where nothing is planned to stream."""
+    stack = estimated.stack
+    if stack is None or stack.forecast is None:
+        return ""
+    table = stack.forecast.bytes_by_level
+    names = ("GPU", "RAM", "disk")[: max(map(len, table.values()))]
+    rows = [(HELD[kind], row) for kind, row in table.items() if any(row) and kind != "undo"]
+    rows.append(("activations and workspace", [stack.step, *[0 for _ in names[1:]]]))
+    waiting = stack.host - sum(row[1] for _, row in rows)
+    rows += [("inputs that wait, and the disk's threads", [0, waiting, 0][: len(names)])] if waiting else []
+    rows.append(("in all", [stack.level0 + stack.step, stack.host, stack.disk][: len(names)]))
+    rows += [(HELD[kind], row) for kind, row in table.items() if any(row) and kind == "undo"]
+    cells = "".join(
+        f"<tr{' class=sum' if name == 'in all' else ''}><td>{name}</td>"
+        + "".join(f"<td>{format_bytes(each) if each else ''}</td>" for each in row)
+        + "</tr>"
+        for name, row in rows
+    )
+    head = "".join(f"<th>{name}</th>" for name in ("", *names))
+    levels = f'<div class="scroll"><table class="levels"><tr>{head}</tr>{cells}</table></div>'
+    return f"<section><h2>Where a streamed step is</h2>{levels}</section>{_lanes(stack)}"
+
+
+def _lanes(stack: OffloadEstimate) -> str:
+    if stack.rates is None or stack.forecast is None:
+        return ""
+    found = spans(stack.forecast.lanes, stack.rates)
+    seconds = max(stop for pieces in found.values() for _, stop in pieces)
+    rows = ""
+    for lane, pieces in found.items():
+        if not pieces:
+            continue
+        (words, color), drawn = LANES[lane], list[tuple[float, float]]()
+        for start, stop in sorted(pieces):
+            if drawn and start - drawn[-1][1] < NARROW * seconds:
+                start = drawn.pop()[0]
+            drawn.append((start, stop))
+        rectangles = "".join(
+            f'<rect x="{WIDTH * start / seconds:.1f}" width="{WIDTH * (stop - start) / seconds:.1f}" height="10"/>'
+            for start, stop in drawn
+        )
+        share = sum(stop - start for start, stop in pieces) / seconds
+        picture = f'<svg class="c-{color}" viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none">{rectangles}</svg>'
+        rows += f"<span>{words}</span>{picture}<b>{share:.0%}</b>"
+    note = f"One step of {seconds:.3g} s in the long run, simulated: from the end of a backward to the end of the next."
+    return f'<section><h2>What works when</h2><div class="lanes">{rows}</div><p class="note">{note}</p></section>'
 
 
 Phase = tuple[str, float, float]  # its name, from and to, as shares of the step's allocations
