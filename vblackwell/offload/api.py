@@ -225,6 +225,7 @@ def model_plan(model: nn.Module) -> str:
             f"AdamW: {where}",
             f"inputs of checkpoints wait {'in RAM' if found['activations'] else 'on ' + levels[0].name}",
         ]
+        lines += filter(None, [found["graphs"]])
         if found["steps"]:
             lines.append(f"updates were rolled back in {found['rolled_back_steps']} of {found['steps']} steps")
     if is_accelerated(model):

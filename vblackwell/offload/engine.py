@@ -459,6 +459,7 @@ class Offload:
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0.groups],
             "activations": None if self.activations is None else self.activations.summary(),
             "undo_bytes": self.step_control.shadow_bytes,
+            "graphs": "" if self.step_control.graphs is None else self.step_control.graphs.about,
             "steps": self.step_control.num_steps,
             "rolled_back_steps": self.step_control.num_rolled_back,
         }

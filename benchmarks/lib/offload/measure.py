@@ -197,6 +197,7 @@ def train(run: Run) -> Result:
         result.notes.append(
             f"the CPU updates {each:.2f} G parameters a step, {share:.0%} of the time at {rate:.2f} G/s"
         )
+    result.notes += filter(None, [system.about()])
     if system.stats is not None:
         result.stall_share = (stalls_of(system) - stalls) / (ended - begun)
     if case.max_grad_norm is not None and result.grad_norms:

@@ -40,7 +40,7 @@ class System:
         clip: clips gradients before the step and returns their 2-norm; None where the optimizer does it, or nobody.
         norm_of: the last step's norm, where the optimizer clips.
         finish: waits for what still runs after the step.
-        stats: ``VGPUStack.get_stats`` of ours.
+        stats: ``VGPUStack.get_stats`` of ours. about: what became of our layers, in words.
         notes: what a reader of the result should know.
         began: of `time.perf_counter`, where setting up begins; None: with building.
     """
@@ -52,6 +52,7 @@ class System:
     norm_of: Callable[[], float | None] = lambda: None
     finish: Callable[[], None] = lambda: None
     stats: Callable[[], dict[str, Any]] | None = None
+    about: Callable[[], str] = lambda: ""
     notes: list[str] = field(default_factory=list)
     began: float | None = None
     _clipped: Tensor | None = None
@@ -266,7 +267,13 @@ def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], 
     engine = offload_of(model)
     assert engine is not None, "the model was just put into a stack"
     return System(
-        model, optimizer, loss_of, norm_of=lambda: optimizer.grad_norm, finish=engine.finish, stats=stack.get_stats
+        model,
+        optimizer,
+        loss_of,
+        norm_of=lambda: optimizer.grad_norm,
+        finish=engine.finish,
+        stats=stack.get_stats,
+        about=lambda: engine.summary().get("graphs", ""),
     )
 
 

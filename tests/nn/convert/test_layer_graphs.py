@@ -86,7 +86,7 @@ def graphed(model: nn.Module, **inputs: Any) -> LayerGraphs:
 def test_graphs_of_one_layer_give_the_bits_of_all(name, fused):
     model = accelerated(name)
     graphs = graphed(model, **batch())
-    assert len(graphs._graphs) == 1
+    assert len(graphs._graphs) == 1 and graphs.about == "layers as CUDA graphs, which hold 0 B of the GPU"
     for seed in (1, 2):  # other inputs, and weights that have changed
         with torch.no_grad():
             for param in model.parameters():
@@ -229,6 +229,10 @@ def test_where_memory_is_short_layers_are_launched_and_that_is_told(fused, monke
     with pytest.warns(UserWarning, match="launched kernel by kernel.*OutOfMemoryError: of the GPU"):
         graphs = graphed(model, **batch())
     assert not graphs._graphs and graphs.num_bytes == 0
+    why = "they cannot be captured: OutOfMemoryError: of the GPU"
+    assert graphs.about == f"layers are launched kernel by kernel: {why}"
+    graphs.drop()
+    assert graphs.about == ""
     assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
 
 
@@ -438,6 +442,13 @@ def test_streamed_layers_bring_their_inputs_back(name, fused, make_stack, monkey
             assert len(sent) == 2 and len(referred) == len(set(referred)) == 2
         release(model)
     assert runs[:4] == runs[4:]
+
+
+@on_the_cpu
+def test_layers_that_the_gpu_does_not_wait_for_say_so(fused, monkeypatch):
+    monkeypatch.setattr(layer_graphs._Launched, "waits_for_host", False)
+    graphs = graphed(accelerated("Llama"), **batch())
+    assert graphs.about == "layers are launched kernel by kernel: the GPU does not wait for the host"
 
 
 def test_a_gpu_waits_for_the_host_where_it_is_done_when_the_next_layer_comes(monkeypatch):

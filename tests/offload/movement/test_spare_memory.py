@@ -136,6 +136,7 @@ def test_where_a_link_is_what_steps_wait_for_weights_get_all(world: World, busy:
     world.busy = busy
     world.steps(STEADY + 1, ids(4, 64), extra=40)
     assert len(calls) == allowed and world.budget == grown(4 * 64 + 40)
+    assert ("steps wait for the link" in world.spare.graphs.about) != bool(allowed)
 
 
 @pytest.mark.parametrize(("args", "options"), OTHERS)

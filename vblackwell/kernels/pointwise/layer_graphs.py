@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vblackwell.kernels.runtime.capture import Captured, capturing
 from vblackwell.kernels.runtime.registry import asked_for, computes_at_once, functions_are_seen
+from vblackwell.units import format_bytes
 
 ALIGNMENT = 512  # bytes, of all that torch allocates on a GPU
 _OPS = ("rms_norm", "swiglu", "rotary")  # of a layer: `use_backend` may name one
@@ -191,6 +192,14 @@ class LayerGraphs:
         self._wanted: set[Hashable] = set()
         self._limit = self._held = 0
         self.alone: dict[Hashable, bool] = {}  # by kind of foreign layers, whether they draw nothing and keep nothing
+        self.declined = ""  # why there are none, or no more
+
+    @property
+    def about(self) -> str:
+        """What became of layers, in words for people; empty where nothing has been decided."""
+        held = f"layers as CUDA graphs, which hold {format_bytes(self._held)} of the GPU" if self._graphs else ""
+        launched = f"layers are launched kernel by kernel: {self.declined}" if self.declined else ""
+        return "; other ".join(filter(None, (held, launched)))
 
     @property
     def num_bytes(self) -> int:
@@ -218,6 +227,7 @@ class LayerGraphs:
         waited for. To try it takes as much: where the process has no more, nothing is captured."""
         both = set.intersection(*map(set, self._steps)) if len(self._steps) > 1 else set()
         self._wanted = {kind for kind in both if self._steps[-1][kind].waits_for_host}
+        self.declined = "the GPU does not wait for the host" if both and not self._wanted else ""
         self._limit = num_bytes if self._wanted else 0
 
     def drop(self) -> None:
@@ -229,6 +239,7 @@ class LayerGraphs:
             self._wanted.clear()
         self._steps.clear()
         self._limit = self._held = 0
+        self.declined = ""
 
     def output(
         self, kind: Hashable, passes: Passes, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None]
@@ -272,12 +283,20 @@ class LayerGraphs:
                 held = max(0, self._reserved(x.device) - before)
             else:
                 graphs, pays, held = _Graphs(passes, *given, None), True, 0
-            if pays and self._held + held <= self._limit:
+            left = self._limit - self._held
+            if pays and held <= left:
                 self._graphs[kind] = graphs
                 self._held += held
+            elif pays:
+                self.declined = (
+                    f"a graph needs {format_bytes(held)} of the GPU, and steps leave it {format_bytes(left)}"
+                )
+            else:
+                self.declined = "a replay takes the host as long"
         except Exception as error:  # no memory, or whatever a foreign attention raises: a reason to launch it
             told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            warnings.warn(f"layers are launched kernel by kernel, as they cannot be captured: {told}", stacklevel=2)
+            self.declined = f"they cannot be captured: {told}"
+            warnings.warn(f"layers are launched kernel by kernel, as {self.declined}", stacklevel=2)
         if on_gpu and kind not in self._graphs:
             graphs = None
             self._reserved(x.device)  # what was tried goes back to the driver

@@ -99,6 +99,8 @@ class SpareMemory:
             self._left = max(0, min(total - self._reserved, level0.capacity_bytes - self._used))
             if self._links_wait():
                 self.graphs.allow(max(0, self._left - int(UNUSED * level0.capacity_bytes)))
+            else:
+                self.graphs.declined = "steps wait for the link"
             self._grant()
             self._granted = True
 
