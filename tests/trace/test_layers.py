@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from vblackwell.nn.convert import fused_layers
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.nn.convert.lora import Lora, add_adapters
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -88,6 +89,16 @@ def test_the_same_trace(monkeypatch, spec, options, expected):
     run = Run(spec, 64, **options)
     found, whole, tried = both(monkeypatch, partial(run.trace, 2))
     assert found == whole and tried == expected
+
+
+def test_a_layer_is_one_operation_where_a_run_makes_it_one(monkeypatch):
+    """Though a trace watches every call of a module."""
+    calls, op = list[int](), fused_layers.layer_block
+    monkeypatch.setattr(fused_layers, "layer_block", lambda *given: calls.append(0) or op(*given))
+    monkeypatch.setattr(tracing, "equal_layers", lambda model: None)
+    run = Run(spec_of(LLAMA, accelerate_causal_lm), 64, precision="bf16", checkpointing=True)
+    run.trace(2, steps=1)
+    assert len(calls) == run.model.config.num_hidden_layers
 
 
 def test_the_same_forward(monkeypatch):

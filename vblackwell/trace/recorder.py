@@ -181,6 +181,8 @@ class Recorder(TorchDispatchMode):
             for tensor in islice((each for each in values if isinstance(each, Tensor) and each.requires_grad), 1):
                 tensor.register_hook(partial(self._passed, module))
 
+    called.ignores_output = True  # type: ignore[attr-defined] - layers are what they are without it
+
     def _passed(self, module: nn.Module, gradient: Tensor) -> None:
         if module is self.head and self.phase == "loss_backward":
             self.enter_phase("backward")
