@@ -191,7 +191,8 @@ class LayerGraphs:
         self._step = defaultdict[Hashable, _Launched](_Launched)
         self._wanted: set[Hashable] = set()
         self._limit = self._held = 0
-        self.alone: dict[Hashable, bool] = {}  # by kind of foreign layers, whether they draw nothing and keep nothing
+        # By kind of foreign layers the number of their weights; None where they draw numbers or keep something.
+        self.alone: dict[Hashable, int | None] = {}
         self.declined = ""  # why there are none, or no more
 
     @property

@@ -132,8 +132,8 @@ def accelerate_causal_lm(
         modules: replace norms, feed-forwards, GELU that is spelled out, gates of experts, rotary positions and adapters
             over FP4, and let layers that transformers checkpoints compute their feed-forward in chunks of tokens; those
             that are Llama's but for biases and attention's mask, with ``sdpa`` and no dropout, are one operation in
-            place of the checkpoint, and in a stream so are others that draw no numbers and have no experts: with
-            gradients that cannot be differentiated once more.
+            place of the checkpoint, and in a stream so are others that draw no numbers, have no experts and get enough
+            tokens for their weights: with gradients that cannot be differentiated once more.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
             output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
             only of a model in training; evaluation keeps logits, and computing with a training output's raises.

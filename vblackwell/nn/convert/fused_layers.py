@@ -41,6 +41,9 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
 _ALONE = "_vb_alone"  # an argument of a layer in place of its checkpoint: what its one operation calls
 _CACHES = ("past_key_values", "layer_past")  # that transformers' checkpoints leave out
+# Weights to an element of the input: an operation gives all their gradients at once, and its caller copies them once
+# more. That may take what backward needs in any case, about 16 tensors of the input's size, which is planned for.
+MOST_WEIGHTS = 8
 
 
 class _Nothing:
@@ -439,9 +442,12 @@ def _own_methods(original: Any) -> Overrides:
             before = _generators(x.device)
             y = plain()
             same = before == _generators(x.device) and kind == _OwnForward(self, rest, given).kind
-            graphs.alone[kind] = same and isinstance(y, Tensor) and y.shape == x.shape
+            weights = sum(each.numel() for each in self.parameters())
+            graphs.alone[kind] = weights if same and isinstance(y, Tensor) and y.shape == x.shape else None
             return y
-        return _alone(original, self, forward, x, rest, given) if graphs.alone[kind] else plain()
+        known = graphs.alone[kind]
+        may = known is not None and known <= MOST_WEIGHTS * x.numel()
+        return _alone(original, self, forward, x, rest, given) if may else plain()
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         own = options.pop(_ALONE, None)
