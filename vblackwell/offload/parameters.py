@@ -239,7 +239,7 @@ def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> Non
 class SiteHook:
     """A module hook that does nothing in a deep copy or a pickle of the module: those are plain modules."""
 
-    ignores_output = True
+    ignores_output = True  # and leaves the inputs as they are
 
     def __init__(self, call: Callable[..., None] = lambda *args: None) -> None:
         self._call = call

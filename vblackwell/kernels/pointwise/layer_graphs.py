@@ -1,4 +1,4 @@
-"""Passes of layers as CUDA graphs, where a layer's kernels take less than the host needs to launch them.
+"""Passes of layers as CUDA graphs, where the GPU waits for the host that launches their kernels.
 
 One pair of graphs, of the output and of the gradients, serves all layers of a kind: what differs between layers (input,
 weights, the gradient of the output, tables of positions) is copied to where the graphs read it, and what they give is

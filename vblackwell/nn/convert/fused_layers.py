@@ -309,7 +309,12 @@ def _attention_as_probed(layer: Any, x: Tensor, kind: type | None, eps_name: str
     fits = all(is_linear(each) and each.weight.dtype == x.dtype for each in linears)
     sdpa = hasattr(attention, "config") and _has_known_attention(attention)
     alone = sdpa and getattr(attention, "attention_dropout", None) == 0
-    return fits and alone and not any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(options))
+    return fits and alone and not _wants_gradients(options)
+
+
+def _wants_gradients(given: Any) -> bool:
+    """Whether a tensor in ``given`` does."""
+    return any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(given))
 
 
 def _is_checkpointed(layer: Any) -> bool:
@@ -321,15 +326,12 @@ def _is_checkpointed(layer: Any) -> bool:
 def _may_be_alone(layer: Any) -> bool:
     """Whether a checkpointed call of ``layer`` may do without: nobody's hooks but ours would see it, of modules or of
     what is saved, as a checkpoint around it has them in both of its passes."""
-    if (
-        top_hooks(True) is not None
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or getattr(layer, "_can_checkpoint_with_cache", False)
-    ):
+    keeps_cache = getattr(layer, "_can_checkpoint_with_cache", False)
+    backward = layer._backward_hooks or layer._backward_pre_hooks
+    if keeps_cache or backward or output_is_read(layer) or top_hooks(True) is not None:
         return False
     before = [*layer._forward_pre_hooks.values(), *_global_forward_pre_hooks.values()]
-    return not output_is_read(layer) and all(getattr(hook, "ignores_output", False) for hook in before)
+    return all(getattr(hook, "ignores_output", False) for hook in before)
 
 
 def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
@@ -415,8 +417,8 @@ def _is_simple(layer: nn.Module) -> bool:
     held = [each for each in parts if each._parameters]
     known = (nn.Linear, nn.LayerNorm)
     simple = all(isinstance(each, known) or type(each).__name__ == "Conv1D" or _is_norm(each) for each in held)
-    alone = sum(hasattr(each, "gradient_checkpointing") for each in parts) == 1
-    return simple and alone and bool(held) and plain_class(layer).__module__.startswith("transformers.models.")
+    only = sum(hasattr(each, "gradient_checkpointing") for each in parts) == 1
+    return simple and only and bool(held) and plain_class(layer).__module__.startswith("transformers.models.")
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -429,11 +431,9 @@ def _own_methods(original: Any) -> Overrides:
         graphs, plain = graphs_in_use(), functools.partial(original.__call__, self, *args, **options)
         if graphs is None or not args or not isinstance(args[0], Tensor) or not _is_checkpointed(self):
             return plain()
-        if differentiating_forward():
-            return plain()
         (x, *rest), given = args, _without_cache(options)
-        wanted = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((rest, given)))
-        if wanted or not _may_be_alone(self) or not computes_at_once() or functions_are_seen():
+        seen = functions_are_seen() or differentiating_forward() or not computes_at_once()
+        if seen or not _may_be_alone(self) or _wants_gradients((rest, given)):
             return plain()
         forward = _OwnForward(self, rest, given)
         if (kind := forward.kind) is None:
