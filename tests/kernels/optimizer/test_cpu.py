@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -16,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vblackwell.kernels.optimizer import adamw, cpu
-from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
-from vblackwell.kernels.optimizer.cpu import States, Sum, Update
+from vblackwell.kernels.optimizer.adamw import AdamWStep, Then, adamw_piece
+from vblackwell.kernels.optimizer.cpu import New, States, Sum, Update
 
 PART = 1 << 16  # elements that a thread takes at a time
 NUMBERS = AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 2)
@@ -117,6 +118,74 @@ def test_bits_are_those_of_torchs_operations(
         cpu.update([Update(now, was, gradient, factor, numbers)])
         assert same(now, expected)
         assert not elsewhere or same(was, before)
+
+
+def poisoned(states: States) -> States:
+    return States(*(None if each is None else torch.full_like(each, 77) for each in states))
+
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("length", [1, 4096, 5003, 70000])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_step_and_one_more_are_two_of_which_the_second_leaves_its_weight(length: int, split: bool, step: int):
+    """For every place of the weight and of the rest, in place or elsewhere, and where the weight alone is written."""
+    generator, factor = torch.Generator().manual_seed(length + step), torch.tensor(0.37)
+    numbers, next_numbers = AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, step), AdamWStep(1e-2, 0.4, 0.9, 1e-6, 0.0, step + 1)
+    for index, types in enumerate(itertools.product(FLOATS, FLOATS)):
+        given = states_of(length, generator, split=split)
+        gradient, after = (torch.randn(length, generator=generator).to(dtype) for dtype in types)
+        then, clipped = Then(after, next_numbers), factor if index % 2 else None
+        first = stepped(given, gradient, numbers, clipped)
+        expected = first._replace(weight=stepped(first, after, next_numbers, None).weight)
+        for weight_here, rest in itertools.product((False, True), ("here", "elsewhere", "nowhere")):
+            old, other = copied(given), poisoned(given)
+            weight = old.weight if weight_here else other.weight
+            new = New(weight) if rest == "nowhere" else (old if rest == "here" else other)._replace(weight=weight)
+            cpu.update([Update(new, old, gradient, clipped, numbers, then)])
+            for found, was, has_weight, has_rest in (
+                (old, given, weight_here, rest == "here"),
+                (other, poisoned(given), not weight_here, rest == "elsewhere"),
+            ):
+                weights = expected if has_weight else was
+                assert same(found, States(weights.weight, *(expected if has_rest else was)[1:]))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("here", [False, True])
+def test_parts_that_are_not_wanted_are_not_written(split: bool, here: bool):
+    """Every choice of them, for one step and for two, of several parameters at once."""
+    generator = torch.Generator().manual_seed(5)
+    given = states_of(5003, generator, split=split)
+    gradient, after = torch.randn(2, 5003, generator=generator).to(torch.bfloat16)
+    then = Then(after, AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 3))
+    first = stepped(given, gradient, NUMBERS, None)
+    second = first._replace(weight=stepped(first, after, then.numbers, None).weight)
+    updates, checks = list[Update](), list[tuple[States, States]]()
+    for wanted, following in itertools.product(itertools.product((False, True), repeat=3), (None, then)):
+        old = copied(given)
+        target, expected = old if here else poisoned(old), second if following else first
+        parts = [part if each else None for part, each in zip(target[1:], wanted, strict=True)]
+        left = given if here else poisoned(given)
+        rest = [made if each else was for made, was, each in zip(expected[1:], left[1:], wanted, strict=True)]
+        updates.append(Update(New(target.weight, *parts), old, gradient, None, NUMBERS, following))
+        checks.append((target, States(expected.weight, *rest)))
+        if not here:
+            checks.append((old, given))
+    cpu.update(updates)
+    assert all(same(found, expected) for found, expected in checks)
+
+
+def test_states_that_do_not_belong_together_are_refused():
+    split, whole = (states_of(5, torch.Generator(), split=each) for each in (True, False))
+    kept, gradient = copied(whole), torch.ones(5)
+    with pytest.raises(ValueError, match=r"a gradient of 5 elements, and states of \[\(5,\).*, \(4,\)\]"):
+        cpu.update([Update(whole, whole, gradient, None, NUMBERS, Then(torch.ones(4), NUMBERS))])
+    with pytest.raises(ValueError, match="fp32 weights have none"):
+        cpu.update([Update(New(whole.weight, split.remainder), whole, gradient, None, NUMBERS)])
+    assert same(whole, kept)
 
 
 def test_numbers_that_are_none():

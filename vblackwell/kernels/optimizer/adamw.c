@@ -25,19 +25,21 @@ enum { BLOCK = 1024, PART = 1 << 16, STACK = 1 << 20, BF16 = 0, FP32 = 1, FP16 =
 
 typedef struct { float decay, weight1, beta2, weight2, root, eps, minus_step_size; } Numbers;
 
-// What one is changed from, and what is written: the same memory or other.
+// What one is changed from, and what is written: the same memory or other. With a second gradient, the weight is that
+// of one step more; all else is of the first step.
 typedef struct {
     void *weight;
-    int16_t *remainder;  // none: weights are fp32
+    int16_t *remainder;  // none: not written; and so the moments
     float *exp_avg, *exp_avg_sq;
     const void *old_weight;
-    const int16_t *old_remainder;
+    const int16_t *old_remainder;  // none: weights are fp32
     const float *old_exp_avg, *old_exp_avg_sq;
     const void *gradient;
     const float *factor;  // of gradients, if not none
+    const void *then_gradient;
     int64_t count, tail_start;
-    Numbers by;
-    int32_t gradient_type;
+    Numbers by, then_by;
+    int32_t gradient_type, then_type;
 } Update;
 
 typedef struct {
@@ -93,6 +95,7 @@ INLINE float mean_square(int fused, float v, float g, float keep, float weight) 
     if (fused == 2) return __builtin_fmaf(scaled, g, v * keep);
     return v * keep + scaled * g;
 }
+// The new numbers; without `m` and `v` of the weight alone.
 INLINE void compute(int move, int mean, float *restrict w, float *restrict m, float *restrict v,
                     const float *restrict old_w, const float *restrict old_m, const float *restrict old_v,
                     const float *restrict g, int64_t n, Numbers by) {
@@ -101,8 +104,8 @@ INLINE void compute(int move, int mean, float *restrict w, float *restrict m, fl
         const float new_v = mean_square(mean, old_v[i], g[i], by.beta2, by.weight2);
         const float change = by.minus_step_size * new_m / (sqrtf(new_v) / by.root + by.eps);
         w[i] = old_w[i] * by.decay + change;
-        m[i] = new_m;
-        v[i] = new_v;
+        if (m) m[i] = new_m;
+        if (v) v[i] = new_v;
     }
 }
 
@@ -126,7 +129,7 @@ INLINE void update_part(int move, int mean, const Update *u, int64_t start, int6
     BUFFER float g[BLOCK], joined[BLOCK], w[BLOCK], m[BLOCK], v[BLOCK];
     BUFFER uint16_t high[BLOCK], low[BLOCK];
     const float factor = u->factor ? *u->factor : 1.0f;
-    const int split = u->remainder != 0, elsewhere = u->weight != u->old_weight;
+    const int split = u->old_remainder != 0, elsewhere = u->weight != u->old_weight;
     for (int64_t at = start; at < stop; at += BLOCK) {
         const int64_t n = least(stop - at, BLOCK);
         widen(g, u->gradient, u->gradient_type, at, n);
@@ -140,15 +143,21 @@ INLINE void update_part(int move, int mean, const Update *u, int64_t start, int6
             from = joined;
         }
         compute(move, mean, w, m, v, from, u->old_exp_avg + at, u->old_exp_avg_sq + at, g, n, u->by);
-        if (split) {
-            for (int64_t i = 0; i < n; i++) high[i] = to_bf16(bits_of(w[i])), low[i] = (uint16_t)bits_of(w[i]);
-            put((uint16_t *)u->weight + at, high, 2 * n, elsewhere);
-            put(u->remainder + at, low, 2 * n, u->remainder != u->old_remainder);
-        } else {
-            put((float *)u->weight + at, w, 4 * n, elsewhere);
+        const float *last = w;
+        if (u->then_gradient) {
+            widen(g, u->then_gradient, u->then_type, at, n);
+            compute(move, mean, joined, 0, 0, w, m, v, g, n, u->then_by);
+            last = joined;
         }
-        put(u->exp_avg + at, m, 4 * n, u->exp_avg != u->old_exp_avg);
-        put(u->exp_avg_sq + at, v, 4 * n, u->exp_avg_sq != u->old_exp_avg_sq);
+        if (split) {
+            for (int64_t i = 0; i < n; i++) high[i] = to_bf16(bits_of(last[i])), low[i] = (uint16_t)bits_of(w[i]);
+            put((uint16_t *)u->weight + at, high, 2 * n, elsewhere);
+            if (u->remainder) put(u->remainder + at, low, 2 * n, u->remainder != u->old_remainder);
+        } else {
+            put((float *)u->weight + at, last, 4 * n, elsewhere);
+        }
+        if (u->exp_avg) put(u->exp_avg + at, m, 4 * n, u->exp_avg != u->old_exp_avg);
+        if (u->exp_avg_sq) put(u->exp_avg_sq + at, v, 4 * n, u->exp_avg_sq != u->old_exp_avg_sq);
     }
 }
 

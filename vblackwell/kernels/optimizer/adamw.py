@@ -65,6 +65,15 @@ class AdamWStep:
 
 
 @dataclass(frozen=True)
+class Then:
+    """One step more after another one, of which the weight alone is kept, so that the step can still be dropped.
+    ``gradient``: (n,), to which no factor is applied."""
+
+    gradient: Tensor
+    numbers: AdamWStep
+
+
+@dataclass(frozen=True)
 class Order:
     """How torch's fused CPU AdamW rounds here, in the vector and in the scalar loop."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported
-from vblackwell.kernels.optimizer.adamw import GRADIENTS, AdamWStep, adamw_piece, torch_order
+from vblackwell.kernels.optimizer.adamw import CHUNK, GRADIENTS, AdamWStep, Then, adamw_piece, torch_order
 from vblackwell.kernels.runtime.host_compiler import shared_library
 
 SOURCE = Path(__file__).with_name("adamw.c")
@@ -48,17 +48,28 @@ class States(NamedTuple):
     exp_avg_sq: Tensor
 
 
+class New(NamedTuple):
+    """What an update writes, each like that of `States`; None: it is computed and not kept."""
+
+    weight: Tensor
+    remainder: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Update:
     """One AdamW step that makes ``new`` of ``old``, the same memory or other; ``gradient``: (n,) of any float type,
-    times ``factor``, an fp32 scalar.
+    times ``factor``, an fp32 scalar. With ``then``, the new weight is the one after that step too, and the rest of
+    ``new`` is still the rest after the first.
     """
 
-    new: States
+    new: States | New
     old: States
     gradient: Tensor
     factor: Tensor | None
     numbers: AdamWStep
+    then: Then | None = None
 
     def __len__(self) -> int:
         return len(self.gradient)
@@ -78,13 +89,16 @@ class Sum:
 
 def update(updates: Sequence[Update]) -> None:
     """Make ``updates`` by `update_threads`; on return none of them is at work any more. Raises ValueError where tensors
-    have not as many elements, before any update is made."""
+    have not as many elements, or an fp32 weight's update has a new remainder, before any update is made."""
     for each in updates:
-        sizes = [tuple(tensor.shape) for tensor in (*each.new, *each.old) if tensor is not None]
+        tensors = (*each.new, *each.old, *([each.then.gradient] if each.then else []))
+        sizes = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
         if sizes != [(len(each),)] * len(sizes):
             raise ValueError(f"a gradient of {len(each)} elements, and states of {sizes}")
+        if each.old.remainder is None and each.new.remainder is not None:
+            raise ValueError("a new remainder, and an old weight without one: fp32 weights have none")
     native = library()
-    updates = [each if _known(each.gradient) else replace(each, gradient=each.gradient.float()) for each in updates]
+    updates = [_of_known_types(each) for each in updates]
     if native is None:
         _update_by_torch(updates)
     else:
@@ -109,13 +123,38 @@ def _known(*tensors: Tensor | None) -> bool:
     return all(each is None or each.dtype in GRADIENTS for each in tensors)
 
 
+def _of_known_types(update: Update) -> Update:
+    then = update.then
+    if then is not None and not _known(then.gradient):
+        update = replace(update, then=replace(then, gradient=then.gradient.float()))
+    return update if _known(update.gradient) else replace(update, gradient=update.gradient.float())
+
+
 @torch.no_grad()
 def _update_by_torch(updates: Sequence[Update]) -> None:
     for each in updates:
-        for new, old in zip(each.new, each.old, strict=True):
-            if new is not None and old is not None and new.data_ptr() != old.data_ptr():
-                new.copy_(old)
-        adamw_piece(*each.new, each.gradient, each.numbers, factor=each.factor)
+        made, is_split = each.new, each.old.remainder is not None
+        if each.then is None and isinstance(made, States) and (made.remainder is not None) == is_split:
+            for new, old in zip(made, each.old, strict=True):
+                if new is not None and old is not None and new.data_ptr() != old.data_ptr():
+                    new.copy_(old)
+            adamw_piece(*made, each.gradient, each.numbers, factor=each.factor)
+        else:
+            for start in range(0, len(each), CHUNK):
+                _update_apart(each, slice(start, start + CHUNK))
+
+
+def _update_apart(update: Update, part: slice) -> None:
+    """The elements ``part`` by torch, in copies, of which what is wanted is kept."""
+    new, then = update.new, update.then
+    states = States(*(_copy(None if old is None else old[part]) for old in update.old))
+    adamw_piece(*states, update.gradient[part], update.numbers, factor=update.factor)
+    for to, made in zip(new[1:], states[1:], strict=True):
+        if to is not None and made is not None:
+            to[part] = made
+    if then is not None:
+        adamw_piece(*states, then.gradient[part], then.numbers)
+    new.weight[part] = states.weight
 
 
 # -- the library -------------------------------------------------------------------------------------------------------
@@ -125,10 +164,10 @@ class _Update(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq")),
         *((name, ctypes.c_void_p) for name in ("old_weight", "old_remainder", "old_exp_avg", "old_exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("gradient", "factor")),
+        *((name, ctypes.c_void_p) for name in ("gradient", "factor", "then_gradient")),
         *((name, ctypes.c_int64) for name in ("count", "tail_start")),
-        ("by", ctypes.c_int32 * 7),
-        ("gradient_type", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 7) for name in ("by", "then_by")),
+        *((name, ctypes.c_int32) for name in ("gradient_type", "then_type")),
     ]
 
 
@@ -142,9 +181,11 @@ class _Sum(ctypes.Structure):
 
 def _update_words(each: Update) -> _Update:
     assert each.factor is None or (each.factor.dtype == torch.float32 and each.factor.device.type == "cpu")
-    at = (_address(tensor) for tensor in (*each.new, *each.old, each.gradient, each.factor))
-    words = (ctypes.c_int32 * 7)(*each.numbers.words)
-    return _Update(*at, len(each), torch_order().tail_start(len(each)), words, GRADIENTS[each.gradient.dtype])
+    then = each.then or Then(each.gradient, each.numbers)  # without which the address is none
+    tensors = (*each.new, *each.old, each.gradient, each.factor, then.gradient if each.then else None)
+    numbers = ((ctypes.c_int32 * 7)(*step.numbers.words) for step in (each, then))
+    types = (GRADIENTS[step.gradient.dtype] for step in (each, then))
+    return _Update(*map(_address, tensors), len(each), torch_order().tail_start(len(each)), *numbers, *types)
 
 
 def _sum_words(each: Sum) -> _Sum:
@@ -194,7 +235,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 
 def _has_torchs_bits(built: ctypes.CDLL) -> bool:
     """Whether 5,003 elements, in vectors and in the rest, come out as torch's: split and whole, from all gradients, in
-    place and elsewhere, and sums."""
+    place and elsewhere, with one step more and as a weight alone, and sums."""
     generator, count = torch.Generator().manual_seed(0), 5003
     values = [torch.randn(count, generator=generator, dtype=torch.float32) for _ in range(4)]
     weight, exp_avg, exp_avg_sq, rest = values[0], values[1], values[2].square(), torch.arange(count, dtype=torch.int16)
@@ -202,13 +243,18 @@ def _has_torchs_bits(built: ctypes.CDLL) -> bool:
     for dtype, split in itertools.product(GRADIENTS, (False, True)):
         gradient, clipped = values[3].to(dtype), None if split else factor
         old = States(weight.to(torch.bfloat16) if split else weight, rest if split else None, exp_avg, exp_avg_sq)
-        elsewhere, here, expected = (States(*map(_copy, old)) for _ in range(3))
-        ours = Update(elsewhere, old, gradient, clipped, numbers), Update(here, here, gradient, clipped, numbers)
+        elsewhere, here, ahead, expected = (States(*map(_copy, old)) for _ in range(4))
+        alone, then = New(torch.empty_like(old.weight)), Then(values[1].to(dtype), replace(numbers, step=4))
+        forms = [(elsewhere, old, None), (here, here, None), (ahead, ahead, then), (alone, old, None)]
+        ours = [Update(new, was, gradient, clipped, numbers, after) for new, was, after in forms]
         _call(built.update, _Update, [_update_words(each) for each in ours])
         adamw_piece(*expected, gradient, numbers, factor=clipped)
+        second = States(*map(_copy, expected))
+        adamw_piece(*second, then.gradient, then.numbers)
         total, summed = torch.empty_like(weight), weight + gradient
         _call(built.add_up, _Sum, [_sum_words(Sum(total, weight, gradient))])
         pairs = [(total, summed), *zip(elsewhere, expected, strict=True), *zip(here, expected, strict=True)]
+        pairs += [(alone.weight, expected.weight), *zip(ahead, (second.weight, *expected[1:]), strict=True)]
         if not all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None):
             return False
     return True
