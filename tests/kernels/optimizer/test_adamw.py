@@ -12,6 +12,7 @@ from vblackwell.kernels.optimizer import adamw
 from vblackwell.kernels.optimizer.adamw import (
     BLOCK,
     AdamWStep,
+    Then,
     adamw_piece,
     join,
     norm_of,
@@ -48,7 +49,13 @@ class States:
     def _values(self) -> list[Tensor | None]:
         return [getattr(self, field.name) for field in fields(self)]
 
-    def update(self, numbers: AdamWStep, sums: Tensor | None = None) -> None:
+    def update(
+        self,
+        numbers: AdamWStep,
+        sums: Tensor | None = None,
+        then: Then | None = None,
+        ahead: Tensor | None = None,
+    ) -> None:
         adamw_piece(
             self.weight,
             self.remainder,
@@ -59,7 +66,18 @@ class States:
             previous=self.previous,
             factor=self.factor,
             square_sums=sums,
+            then=then,
+            ahead=ahead,
         )
+
+    def update_twice(self, numbers: AdamWStep, then: Then) -> Tensor:
+        """By two updates, the second one of a copy: the weight after it; here, that of before them stays."""
+        weight, self.weight = self.weight, self.weight.clone()
+        self.update(numbers)
+        second = replace(self.copy(), gradient=then.gradient)
+        second.update(then.numbers)
+        self.weight = weight
+        return second.weight
 
     def assert_same_bits(self, other: States) -> None:
         for field, mine, its in zip(fields(self), self._values(), other._values(), strict=True):
@@ -172,6 +190,35 @@ def test_fp32_weights_and_gradients(spread, gradient_type):
     assert torch.equal(states.gradient, given)
 
 
+STEPS = [AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 1), AdamWStep(3e-3, 0.4, 0.9, 1e-6, 0.0, 2)]
+
+
+def gradient_after(states: States) -> Tensor:
+    """Another one of its type."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(len(states.gradient), generator=generator).to(states.gradient)
+
+
+@pytest.mark.parametrize("weight", [0, 1])
+@pytest.mark.parametrize("gradient", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 4096, 5003, 70000])
+def test_a_step_and_one_more_are_two_of_which_the_second_leaves_its_weight(n, gradient, weight, monkeypatch):
+    monkeypatch.setattr(adamw, "CHUNK", 2 * BLOCK)
+    for spread, later in ((PLAIN, 0), (EXTREME, 6)):
+        states = random_states(n, spread, weight, gradient, 0, seed=n)
+        numbers, following = (replace(each, step=each.step + later) for each in STEPS)
+        then = Then(gradient_after(states), following)
+        elsewhere, here, given = states.copy(), states.copy(), states.copy()
+        ahead = torch.full_like(states.weight, torch.nan)
+        second = states.update_twice(numbers, then)
+        elsewhere.update(numbers, then=then, ahead=ahead)
+        elsewhere.assert_same_bits(states)  # whose weight is that of before
+        assert torch.equal(elsewhere.weight, given.weight)
+        here.update(numbers, then=then, ahead=here.weight)
+        for found in (here, replace(elsewhere, weight=ahead)):
+            found.assert_same_bits(replace(states, weight=second))
+
+
 def test_pieces_equal_the_whole():
     n, numbers = 5 * BLOCK + 9, AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3)
     states = random_states(n, PLAIN, 0, 0, 2, seed=2)
@@ -255,3 +302,26 @@ def test_wrong_tensors_are_refused(change, name):
         states.update(AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3))
     with pytest.raises(ValueError, match="^square_sums is"):
         adamw.square_sums(torch.zeros(BLOCK + 1), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "gradient", "ahead", "message"),
+    [
+        ({}, torch.zeros(8), None, "then and ahead are given together"),
+        ({}, None, torch.zeros(8), "then and ahead are given together"),
+        ({"previous": torch.zeros(8)}, torch.zeros(8), torch.zeros(8), "without previous, factor and square_sums"),
+        ({"factor": torch.tensor(1.0)}, torch.zeros(8), torch.zeros(8), "without previous, factor and square_sums"),
+        ({"sums": torch.zeros(1)}, torch.zeros(8), torch.zeros(8), "without previous, factor and square_sums"),
+        ({}, torch.zeros(8).bfloat16(), torch.zeros(8), "^then.gradient is"),
+        ({}, torch.zeros(7), torch.zeros(8), "^then.gradient is"),
+        ({}, torch.zeros(8), torch.zeros(8).bfloat16(), "^ahead is"),
+        ({}, torch.zeros(8), torch.zeros(16)[::2], "^ahead is"),
+    ],
+)
+def test_what_does_not_go_with_one_step_more_is_refused(change, gradient, ahead, message):
+    sums = change.pop("sums", None)
+    states = replace(random_states(8, PLAIN, 1, 1, 0, seed=0), **change)
+    given, then = states.copy(), None if gradient is None else Then(gradient, STEPS[1])
+    with pytest.raises(ValueError, match=message):
+        states.update(STEPS[0], sums, then, ahead)
+    states.assert_same_bits(given)

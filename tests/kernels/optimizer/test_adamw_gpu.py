@@ -2,14 +2,15 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, random_states
+from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, STEPS, gradient_after, random_states
 from tests.kernels.optimizer.test_adamw_source import MANY, MIXED, gradients_apart
 from vblackwell.kernels.optimizer import adamw
-from vblackwell.kernels.optimizer.adamw import BLOCK, GRADIENTS, AdamWStep, norm_of, norms_at, square_sums
+from vblackwell.kernels.optimizer.adamw import BLOCK, GRADIENTS, AdamWStep, Then, norm_of, norms_at, square_sums
 
 pytestmark = pytest.mark.gpu
 KINDS = [*itertools.product((0, 1), (0, 1, 2), (0, 1, 2))]
@@ -40,6 +41,25 @@ def test_bits_of_torch_on_the_cpu(kind):
         check(n, spread, kind, AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7), factor)
     for beta1, spread in ((0.9, PLAIN), (0.3, EXTREME)):
         check((1 << 20) + 5, spread, kind, AdamWStep(3e-4, beta1, 0.999, 1e-8, 0.0, 1000), 0.5)
+
+
+@pytest.mark.parametrize("kind", [*itertools.product((0, 1), (0, 1, 2))], ids=str)
+def test_a_step_and_one_more_have_the_bits_of_the_cpu(kind):
+    """From the first step on and later, aligned and not, with the weight's place ahead or elsewhere."""
+    for n, spread, first, later, here in itertools.product(
+        (1, 4096, 5003, 70000), (PLAIN, EXTREME), (0, 3), (0, 6), (False, True)
+    ):
+        states = random_states(n + first, spread, *kind, 0, seed=n)
+        on_gpu = states.map(lambda value: value.cuda()).piece(first, n + first)
+        states = states.copy().piece(first, n + first)
+        numbers, following = (replace(each, step=each.step + later) for each in STEPS)
+        then = Then(gradient_after(states), following)
+        ahead, given = torch.full_like(on_gpu.weight, torch.nan), on_gpu.weight.clone()
+        ahead = on_gpu.weight if here else ahead
+        on_gpu.update(numbers, then=replace(then, gradient=then.gradient.cuda()), ahead=ahead)
+        assert here or torch.equal(on_gpu.weight, given)
+        second = states.update_twice(numbers, then)
+        replace(on_gpu, weight=ahead).assert_same_bits(replace(states, weight=second))
 
 
 def test_every_length_of_the_scalar_loop():
@@ -114,4 +134,16 @@ def test_kernels_that_were_compiled_ahead_are_those_that_updates_launch():
     known = adamw._kernel.cache_info().misses
     for weight, dtype in enumerate(dtypes):
         check(BLOCK, PLAIN, (weight, GRADIENTS[dtype], 0), AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7), None)
+    assert adamw._kernel.cache_info().misses == known
+
+
+def test_kernels_of_one_step_more_that_were_compiled_ahead_are_those_that_updates_launch():
+    dtypes = torch.bfloat16, torch.float32
+    adamw._kernel.cache_clear()
+    adamw._ahead_launcher.cache_clear()
+    adamw.compile_kernels(dtypes, torch.device("cuda", torch.cuda.current_device()), ahead=True)
+    known = adamw._kernel.cache_info().misses
+    for weight, dtype in enumerate(dtypes):
+        states = random_states(BLOCK, PLAIN, weight, GRADIENTS[dtype], 0, seed=0).map(lambda value: value.cuda())
+        states.update(STEPS[0], then=Then(gradient_after(states), STEPS[1]), ahead=states.weight)
     assert adamw._kernel.cache_info().misses == known

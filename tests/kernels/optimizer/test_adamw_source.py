@@ -2,6 +2,7 @@
 
 import itertools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 
 from tests.kernels import emulation
 from tests.kernels.machine_code import resources
-from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, States, random_states, update_with_torch
+from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, States, gradient_after, random_states, update_with_torch
 from vblackwell.kernels.optimizer import adamw
-from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, Then
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.units import align_up
 
@@ -39,6 +40,16 @@ extern "C" void run(void* w, u16* r, u32* m, u32* v, const void* g, const void* 
               as_float(a5), as_float(a6));
     });
 }"""
+MAIN_THEN = """
+extern "C" void run(void* w, u16* r, u32* m, u32* v, const void* g, const void* p, const float* f, float* s, int n,
+                    int tail, int aligned, int a0, int a1, int a2, int a3, int a4, int a5, int a6, void* ahead,
+                    const void* then, int b0, int b1, int b2, int b3, int b4, int b5, int b6) {
+    launch((n + 4095) / 4096, 1, 1, 512, 64, [=] {
+        adamw(w, r, m, v, g, p, f, s, n, tail, aligned, as_float(a0), as_float(a1), as_float(a2), as_float(a3),
+              as_float(a4), as_float(a5), as_float(a6), ahead, then, as_float(b0), as_float(b1), as_float(b2),
+              as_float(b3), as_float(b4), as_float(b5), as_float(b6));
+    });
+}"""
 MAIN_SUMS = """
 extern "C" void run(float* sums, const void* previous, const u64* words, int count, int blocks) {
     Gradients gradients;
@@ -52,6 +63,7 @@ extern "C" void run(const float* sums, float* norms, const u64* words, int count
     launch(count, 1, 1, 512, 4096, [=] { block_norms(sums, norms, gradients); });
 }"""
 KINDS = [*itertools.product((0, 1), (0, 1), (0, 1, 2)), (0, 2, 0), (1, 2, 2)]
+THEN_KINDS = [(*kind, 0, 1) for kind in itertools.product((0, 1), (0, 1, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +101,51 @@ def test_the_source_has_torchs_bits(files, weight, gradient, previous):
         exact = torch.zeros(-(-n // BLOCK))
         adamw.square_sums(given.gradient, exact, previous=given.previous)
         assert torch.equal(sums, exact)
+
+
+def pointer(address: int) -> Any:
+    return SimpleNamespace(data_ptr=lambda: address)
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(("weight", "gradient"), [*itertools.product((0, 1), (0, 1, 2))])
+def test_a_step_and_one_more_have_the_bits_of_two(files, weight, gradient, monkeypatch):
+    """Aligned and not, with the weight's place ahead or elsewhere; as many arguments as the kernel is loaded with."""
+    n, launched, made = BLOCK + 4091, list[bool](), adamw._ahead_launcher.__wrapped__
+
+    def launcher(weight: int, gradient: torch.dtype, device: None) -> Any:
+        def launch(grid: tuple[int, int, int], values: tuple[int, ...], stream: int) -> None:
+            assert grid == (2, 1, 1)
+            places, numbers = [pointer(at) for at in values[:8]], values[8:18]
+            after = [pointer(at) for at in values[18:20]]
+            macros = adamw.macros(weight, adamw.GRADIENTS[gradient], 0, 1)
+            emulation._call(files, macros, MAIN_THEN, [*places, *numbers, *after, *values[20:]])
+            launched.append(bool(values[10]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw, "_kernel", lambda *kind, then: (*kind, then))
+            patch.setattr(adamw, "Launcher", lambda *given: given)
+            kernel, *block, count = made(weight, gradient, device)
+        assert kernel == ("adamw", weight, gradient, None, device, 1) and block == [512, 64] and count == 20 + 7
+        return launch
+
+    monkeypatch.setattr(adamw, "_ahead_launcher", launcher)
+    for here, first, after_first, step in ((0, 0, 0, 1), (1, 0, 0, 7), (0, 3, 3, 2), (1, 0, 1, 2)):
+        states = random_states(n + 3, EXTREME if here else PLAIN, weight, gradient, 0, seed=n)
+        after = gradient_after(states)[after_first : after_first + n]
+        states = states.piece(first, first + n)
+        numbers, following = AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, step), AdamWStep(3e-3, 0.4, 0.9, 1e-6, 0.0, step + 1)
+        expected, given = states.copy(), states.weight.clone()
+        second = expected.update_twice(numbers, Then(after, following))
+        ahead = states.weight if here else torch.full_like(states.weight, torch.nan)
+        tensors = [states.weight, states.remainder, states.exp_avg, states.exp_avg_sq, states.gradient]
+        at = adamw.Addresses(*(0 if each is None else each.data_ptr() for each in tensors), 0, 0, 0)
+        then = adamw.ThenAddresses(ahead.data_ptr(), after.data_ptr(), following)
+        stream: Any = SimpleNamespace(device=None, cuda_stream=0)
+        adamw.adamw_at(at, n, numbers, states.gradient.dtype, None, stream, then)
+        assert here or torch.equal(states.weight, given)
+        replace(states, weight=ahead).assert_same_bits(replace(expected, weight=second))
+    assert launched == [True, True, False, False]
 
 
 @emulation.needs_compiler
@@ -142,9 +199,6 @@ def test_norms_of_gradients_in_one_launch_are_those_of_each(files, sizes, launch
     """All gradients of a type in a row, at most 32, are one launch of sums and one of norms."""
     queued = list[str]()
 
-    def pointer(address: int) -> Any:
-        return SimpleNamespace(data_ptr=lambda: address)
-
     def kernel(entry: str, weight: int, gradient: torch.dtype, previous: None, device: torch.device) -> Any:
         macros = adamw.macros(weight, adamw.GRADIENTS[gradient], 0)
 
@@ -180,9 +234,12 @@ def test_a_gradient_of_too_many_elements_is_refused():
 @pytest.mark.parametrize(
     ("arch", "kinds"),
     [
-        ("sm_90a", KINDS[::5]),
+        ("sm_90a", KINDS[::5] + THEN_KINDS),
         pytest.param("sm_90a", KINDS, marks=pytest.mark.slow),
-        *(pytest.param(arch, KINDS[::5], marks=pytest.mark.slow) for arch in ("sm_75", "sm_80", "sm_86", "sm_89")),
+        *(
+            pytest.param(arch, KINDS[::5] + THEN_KINDS, marks=pytest.mark.slow)
+            for arch in ("sm_75", "sm_80", "sm_86", "sm_89")
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )

@@ -193,29 +193,33 @@ def chunks(
         yield part, values if factor is None else torch.mul(values, factor, out=memory)
 
 
-def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
-    """What ``adamw.cu`` is compiled with, for torch's order on this machine."""
+def macros(weight: int, gradient: int, previous: int, then: int = 0) -> dict[str, int]:
+    """What ``adamw.cu`` is compiled with, for torch's order on this machine; ``then``: whether for one step more."""
     lerp, square = torch_order().lerp, torch_order().square
     order = {"LERP": int(lerp[0]), "TAIL_LERP": int(lerp[1]), "SQUARE": square[0], "TAIL_SQUARE": square[1]}
-    types = {"WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous}
+    types = {"WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous, "THEN": then}
     return {"FP16": 0, "MAX_GRADIENTS": MAX_GRADIENTS, **types, **order}
 
 
 @functools.cache
 def _kernel(
-    entry: str, weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device
+    entry: str, weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device, then: int = 0
 ) -> Kernel:
     if torch.cuda.get_device_capability(device) < (7, 5):
         raise Unsupported(f"{device} is older than sm_75, which the AdamW kernel needs: update on the CPU instead")
-    return kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
+    return kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous], then), device)
 
 
-def compile_kernels(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
-    """Compile and load what updates of bf16 and fp32 weights from one gradient each, and its norm, launch on a GPU: 2 s
-    of one thread that their first use would take. Raises Unsupported as `adamw_piece`.
+def compile_kernels(dtypes: Iterable[torch.dtype], device: torch.device, *, ahead: bool = False) -> None:
+    """Compile and load what updates of bf16 and fp32 weights from one gradient each (``ahead``: one, and one of the
+    next step), and its norm, launch on a GPU: 2 s of one thread that their first use would take. Raises Unsupported as
+    `adamw_piece`.
     """
     for dtype in dtypes:
-        _launcher(int(dtype == torch.float32), dtype, None, device)
+        if ahead:
+            _ahead_launcher(int(dtype == torch.float32), dtype, device)
+        else:
+            _launcher(int(dtype == torch.float32), dtype, None, device)
         _kernel("square_sums", 0, dtype, None, device)
     _kernel("block_norms", 0, torch.float32, None, device)
 
@@ -274,11 +278,13 @@ def adamw_piece(
     previous: Tensor | None = None,
     factor: Tensor | None = None,
     square_sums: Tensor | None = None,
+    then: Then | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """One AdamW step in place on weight, remainder, exp_avg and exp_avg_sq; on a GPU, enqueued on the current stream.
 
     The gradient is g = (previous + gradient) * factor, each operation rounded to fp32. Nothing is checked for being
-    finite.
+    finite. With ``then``, ``weight`` is only read, and ``ahead`` receives what it would be after that step too.
 
     Args:
         weight, remainder: (n,) bf16 and int16, a split master; or fp32 and None.
@@ -287,9 +293,12 @@ def adamw_piece(
         numbers: with ``step`` already counted up.
         factor: fp32 scalar on the same device, what clipping multiplies gradients by.
         square_sums: (ceil(n / 4096),) fp32; receives each block's sum of squares before ``factor``.
+        then: one step more, whose gradient has the type of ``gradient``.
+        ahead: (n,) of the type of ``weight``, which it may be.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device.
+        ValueError: a tensor of another shape, dtype, layout or device; ``then`` without ``ahead`` or the other way, or
+            with ``previous``, ``factor`` or ``square_sums``.
         Unsupported: a GPU before sm_75, no NVRTC, or a CPU on which torch rounds in a way the kernel does not know.
     """
     check_gradients(gradient, previous, square_sums, factor)
@@ -298,7 +307,15 @@ def adamw_piece(
     check(remainder, "remainder", shape, (torch.int16,), device)
     check(exp_avg, "exp_avg", shape, FP32, device)
     check(exp_avg_sq, "exp_avg_sq", shape, FP32, device)
-    n = shape[0]
+    n, then_at = shape[0], None
+    if then is not None or ahead is not None:
+        if then is None or ahead is None or previous is not None or factor is not None or square_sums is not None:
+            raise ValueError("then and ahead are given together, and without previous, factor and square_sums")
+        check(then.gradient, "then.gradient", shape, (gradient.dtype,), device)
+        check(ahead, "ahead", shape, (weight.dtype,), device)
+        then_at = ThenAddresses(ahead.data_ptr(), then.gradient.data_ptr(), then.numbers)
+        if device.type != "cuda":
+            return _two_steps(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, then, ahead)
     if device.type != "cuda":
         with torch.no_grad():
             size = 0 if remainder is None else min(CHUNK, n)
@@ -315,7 +332,30 @@ def adamw_piece(
         tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
         at = Addresses(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
         with torch.cuda.device(device):
-            adamw_at(at, n, numbers, gradient.dtype, dtype_of(previous), torch.cuda.current_stream(device))
+            stream = torch.cuda.current_stream(device)
+            adamw_at(at, n, numbers, gradient.dtype, dtype_of(previous), stream, then_at)
+
+
+@torch.no_grad()
+def _two_steps(
+    weight: Tensor,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    numbers: AdamWStep,
+    then: Then,
+    ahead: Tensor,
+) -> None:
+    """`adamw_piece` with ``then`` on the CPU: a step, and another one on copies of what it made."""
+    for start in range(0, len(gradient), CHUNK):
+        part = slice(start, start + CHUNK)
+        rest, m, v = None if remainder is None else remainder[part], exp_avg[part], exp_avg_sq[part]
+        made = weight[part].clone()
+        adamw_piece(made, rest, m, v, gradient[part], numbers)
+        rest = None if rest is None else rest.clone()
+        adamw_piece(made, rest, m.clone(), v.clone(), then.gradient[part], then.numbers)
+        ahead[part] = made
 
 
 class Addresses(NamedTuple):
@@ -331,6 +371,15 @@ class Addresses(NamedTuple):
     square_sums: int
 
 
+class ThenAddresses(NamedTuple):
+    """Of the step after it: where `adamw_piece`'s ``ahead`` and ``then.gradient`` are, of the types of the weight and
+    the gradient, and its numbers."""
+
+    ahead: int
+    gradient: int
+    numbers: AdamWStep
+
+
 def adamw_at(
     at: Addresses,
     num_elements: int,
@@ -338,23 +387,40 @@ def adamw_at(
     gradient: torch.dtype,
     previous: torch.dtype | None,
     stream: torch.cuda.Stream,
+    then: ThenAddresses | None = None,
 ) -> None:
     """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
     caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None. Without
     ``square_sums`` only vectors count: a piece may start at any multiple of them, and be several parameters of which
-    the last alone has elements for the scalar loop."""
-    itemsizes = (2 if at.remainder else 4, 2, 4, 4, gradient.itemsize, 0 if previous is None else previous.itemsize)
+    the last alone has elements for the scalar loop. With ``then``, there is no ``previous``,
+    factor and square_sums."""
+    weight = 2 if at.remainder else 4
+    itemsizes = (weight, 2, 4, 4, gradient.itemsize, 0 if previous is None else previous.itemsize)
     unaligned = 0
     for address, itemsize in zip(at, itemsizes, strict=False):
         unaligned |= address * 4 // itemsize if itemsize else 0
+    if then is not None:
+        unaligned |= then.ahead * 4 // weight | then.gradient * 4 // gradient.itemsize
     words = (num_elements, torch_order().tail_start(num_elements), int(unaligned % 16 == 0), *numbers.words)
-    launch = _launcher(int(at.remainder == 0), gradient, previous, stream.device)
+    if then is None:
+        launch = _launcher(int(at.remainder == 0), gradient, previous, stream.device)
+    else:
+        assert previous is None and not at.factor and not at.square_sums
+        launch = _ahead_launcher(int(at.remainder == 0), gradient, stream.device)
+        words += (then.ahead, then.gradient, *then.numbers.words)
     launch((-(-num_elements // BLOCK), 1, 1), (*at, *words), stream.cuda_stream)
 
 
 @functools.cache
 def _launcher(weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device) -> Launcher:
     return Launcher(_kernel("adamw", weight, gradient, previous, device), THREADS, 64, len(Addresses._fields) + 10)
+
+
+@functools.cache
+def _ahead_launcher(weight: int, gradient: torch.dtype, device: torch.device) -> Launcher:
+    """That of a step and one more: ``ahead``, the second gradient and 7 numbers are added."""
+    compiled = _kernel("adamw", weight, gradient, None, device, then=1)
+    return Launcher(compiled, THREADS, 64, len(Addresses._fields) + 10 + 9)
 
 
 def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None) -> None:

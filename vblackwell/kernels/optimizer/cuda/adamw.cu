@@ -6,7 +6,11 @@
 // that the compiler fuses nothing; division and square root are the correctly rounded ones, subnormals stay.
 //
 // Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), and torch's order: LERP and SQUARE of its
-// vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh; MAX_GRADIENTS.
+// vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh; MAX_GRADIENTS;
+// THEN: 1 where one step more is made in registers, of which the weight alone is kept, elsewhere.
+#if THEN && PREVIOUS
+#error a step and one more are made from one gradient each
+#endif
 
 // m + w (g - m), or from the other end for a w of a half and more.
 template <int FUSED>
@@ -35,12 +39,25 @@ DEVICE void update(u32& master, u32& m, u32& v, float g, const Numbers& by) {
     m = as_bits(new_m);
     v = as_bits(new_v);
 }
+// The master that one step more would make; its moments are not kept.
+template <int MOVE, int MEAN>
+DEVICE u32 after(u32 master, u32 m, u32 v, float g, const Numbers& by) {
+    update<MOVE, MEAN>(master, m, v, g, by);
+    return master;
+}
+
+// That step, and where the weight goes: without it (THEN 0), where it is.
+struct Then { void* ahead; const void* gradient; Numbers by; };
+
 // A thread's share of a block that lies inside the piece.
-DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
+DEVICE void update_whole(const void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
                          const void* previous, const float* factor, float* square_sum, float* partial,
-                         const Numbers& by) {
+                         const Numbers& by, const Then& then) {
     const int first = blockIdx.x * 4096 + threadIdx.x * 4;
     Loaded loaded[2];
+#if THEN
+    Loaded next[2];
+#endif
     uint4 m[2], v[2];
 #if WEIGHT == 1
     uint4 w[2];
@@ -51,6 +68,9 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
     for (int k = 0; k < 2; k++) {
         const int at = first + k * 2048;
         load_gradient<1>(loaded[k], gradient, previous, at, 4);
+#if THEN
+        load_gradient<1>(next[k], then.gradient, previous, at, 4);
+#endif
 #if WEIGHT == 1
         w[k] = *(const uint4*)((const u32*)weight + at);
 #else
@@ -82,11 +102,19 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
         update<LERP, SQUARE>(master[1], m[k].y, v[k].y, __fmul_rn(g[k][1], scale), by);
         update<LERP, SQUARE>(master[2], m[k].z, v[k].z, __fmul_rn(g[k][2], scale), by);
         update<LERP, SQUARE>(master[3], m[k].w, v[k].w, __fmul_rn(g[k][3], scale), by);
-#if WEIGHT == 1
-        *(uint4*)((u32*)weight + at) = make_uint4(master[0], master[1], master[2], master[3]);
+#if THEN
+        const u32 last[4] = {after<LERP, SQUARE>(master[0], m[k].x, v[k].x, gradient_value(next[k], 0), then.by),
+                             after<LERP, SQUARE>(master[1], m[k].y, v[k].y, gradient_value(next[k], 1), then.by),
+                             after<LERP, SQUARE>(master[2], m[k].z, v[k].z, gradient_value(next[k], 2), then.by),
+                             after<LERP, SQUARE>(master[3], m[k].w, v[k].w, gradient_value(next[k], 3), then.by)};
 #else
-        *(uint2*)((u16*)weight + at) = make_uint2(rounded_half(master[0]) | (rounded_half(master[1]) << 16),
-                                                  rounded_half(master[2]) | (rounded_half(master[3]) << 16));
+        const u32(&last)[4] = master;
+#endif
+#if WEIGHT == 1
+        *(uint4*)((u32*)then.ahead + at) = make_uint4(last[0], last[1], last[2], last[3]);
+#else
+        *(uint2*)((u16*)then.ahead + at) = make_uint2(rounded_half(last[0]) | (rounded_half(last[1]) << 16),
+                                                      rounded_half(last[2]) | (rounded_half(last[3]) << 16));
         *(uint2*)(remainder + at) = make_uint2((master[0] & 0xFFFFu) | (master[1] << 16),
                                                (master[2] & 0xFFFFu) | (master[3] << 16));
 #endif
@@ -96,9 +124,9 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
 }
 
 // The same one by one, for the last block and pointers that are not aligned.
-DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
+DEVICE void update_ragged(const void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
                           const void* previous, const float* factor, float* square_sum, float* partial, int n,
-                          int tail_start, const Numbers& by) {
+                          int tail_start, const Numbers& by, const Then& then) {
     if (square_sum) sum_block<0>(gradient, previous, blockIdx.x * 4096, square_sum, partial, n);
     const float scale = factor ? *factor : 1.0f;
     const int end = min(n, (int)blockIdx.x * 4096 + 4096);
@@ -117,10 +145,19 @@ DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_a
             update<LERP, SQUARE>(master, m, v, g, by);
         else
             update<TAIL_LERP, TAIL_SQUARE>(master, m, v, g, by);
+        u32 last = master;
+#if THEN
+        load_gradient<0>(loaded, then.gradient, previous, at, 1);
+        const float next = gradient_value(loaded, 0);
+        if (at < tail_start)
+            last = after<LERP, SQUARE>(master, m, v, next, then.by);
+        else
+            last = after<TAIL_LERP, TAIL_SQUARE>(master, m, v, next, then.by);
+#endif
 #if WEIGHT == 1
-        ((u32*)weight)[at] = master;
+        ((u32*)then.ahead)[at] = last;
 #else
-        ((u16*)weight)[at] = (u16)rounded_half(master);
+        ((u16*)then.ahead)[at] = (u16)rounded_half(last);
         remainder[at] = (u16)master;
 #endif
         exp_avg[at] = m;
@@ -134,18 +171,33 @@ DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_a
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
       const float* factor, float* square_sums, int n, int tail_start, int aligned, float decay, float weight1,
-      float beta2, float weight2, float root, float eps, float minus_step_size) {
+      float beta2, float weight2, float root, float eps, float minus_step_size
+#if THEN
+      ,
+      void* ahead, const void* then_gradient, float then_decay, float then_weight1, float then_beta2,
+      float then_weight2, float then_root, float then_eps, float then_minus_step_size
+#endif
+) {
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();
+#if THEN
+    factor = 0, square_sums = 0;  // never given, and registers are scarce
+#endif
     float* square_sum = square_sums ? square_sums + blockIdx.x : square_sums;
     const Numbers by = {decay, weight1, beta2, weight2, root, eps, minus_step_size};
+#if THEN
+    const Then then = {ahead, then_gradient, {then_decay, then_weight1, then_beta2, then_weight2, then_root, then_eps,
+                                              then_minus_step_size}};
+#else
+    const Then then = {weight, 0, by};
+#endif
     if (aligned && n - (int)blockIdx.x * 4096 >= 4096)
         update_whole(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory,
-                     by);
+                     by, then);
     else
         update_ragged(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, n,
-                      tail_start, by);
+                      tail_start, by, then);
 }
 
 // Gradients wherever they are, as an argument: all of a layer are one launch, and a table in memory would have to be
