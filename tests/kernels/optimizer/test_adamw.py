@@ -309,9 +309,9 @@ def test_wrong_tensors_are_refused(change, name):
     [
         ({}, torch.zeros(8), None, "then and ahead are given together"),
         ({}, None, torch.zeros(8), "then and ahead are given together"),
-        ({"previous": torch.zeros(8)}, torch.zeros(8), torch.zeros(8), "without previous, factor and square_sums"),
-        ({"factor": torch.tensor(1.0)}, torch.zeros(8), torch.zeros(8), "without previous, factor and square_sums"),
-        ({"sums": torch.zeros(1)}, torch.zeros(8), torch.zeros(8), "without previous, factor and square_sums"),
+        ({"previous": torch.zeros(8)}, torch.zeros(8), torch.zeros(8), "without previous, factor or square_sums"),
+        ({"factor": torch.tensor(1.0)}, torch.zeros(8), torch.zeros(8), "without previous, factor or square_sums"),
+        ({"sums": torch.zeros(1)}, torch.zeros(8), torch.zeros(8), "without previous, factor or square_sums"),
         ({}, torch.zeros(8).bfloat16(), torch.zeros(8), "^then.gradient is"),
         ({}, torch.zeros(7), torch.zeros(8), "^then.gradient is"),
         ({}, torch.zeros(8), torch.zeros(8).bfloat16(), "^ahead is"),

@@ -310,7 +310,7 @@ def adamw_piece(
     n, then_at = shape[0], None
     if then is not None or ahead is not None:
         if then is None or ahead is None or previous is not None or factor is not None or square_sums is not None:
-            raise ValueError("then and ahead are given together, and without previous, factor and square_sums")
+            raise ValueError("then and ahead are given together, and without previous, factor or square_sums")
         check(then.gradient, "then.gradient", shape, (gradient.dtype,), device)
         check(ahead, "ahead", shape, (weight.dtype,), device)
         then_at = ThenAddresses(ahead.data_ptr(), then.gradient.data_ptr(), then.numbers)
@@ -393,7 +393,7 @@ def adamw_at(
     caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None. Without
     ``square_sums`` only vectors count: a piece may start at any multiple of them, and be several parameters of which
     the last alone has elements for the scalar loop. With ``then``, there is no ``previous``,
-    factor and square_sums."""
+    factor or square_sums."""
     weight = 2 if at.remainder else 4
     itemsizes = (weight, 2, 4, 4, gradient.itemsize, 0 if previous is None else previous.itemsize)
     unaligned = 0
