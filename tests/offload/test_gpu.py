@@ -19,7 +19,8 @@ from tests.delay import set_transfer_delay
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.movement.lane import CudaLane, LaneEnd, LaneJob
+from vblackwell.offload.movement.lane import LaneEnd, LaneJob
+from vblackwell.offload.movement.lane_cuda import CudaLane
 from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 

@@ -24,7 +24,7 @@ from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.layout.groups import KINDS, PARAMETER_KINDS, Formats, bytes_when_resident, moment_ranges
-from vblackwell.offload.layout.placement import StreamingOptions, place_streamed, spaces
+from vblackwell.offload.layout.placement import StreamingOptions, old_kinds, place_streamed, spaces
 from vblackwell.planner.forecast import Forecast, Machine, Placed
 from vblackwell.planner.memory_estimate import P99_BYTES, Run
 from vblackwell.planner.placement import SHARES, Bounds, Plan, Space
@@ -244,9 +244,9 @@ def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     told = placed.step.bytes_by_level
     assert {kind: row for kind, row in told.items() if kind in KINDS} == storage.bytes_by_level()
     assert (told["ring"][0], placed.step.lanes.weight_budget) == (found.ring_bytes, found.budget_bytes)
-    host, shadows = (
-        storage.levels[1],
-        [(g, k) for g in found.shadowed(storage) for k in PARAMETER_KINDS] if undo else [],
-    )
-    held = [host.held_bytes(storage.range(*pair).num_bytes) for pair in shadows if pair in storage]
+    host, (behind, shadowed) = storage.levels[1], found.early(storage, case.micro_batches) if undo else ([], [])
+    pairs = [(g, k) for g in shadowed for k in PARAMETER_KINDS]
+    held = [host.held_bytes(storage.range(*pair).num_bytes) for pair in pairs if pair in storage]
+    olds = [(g, k) for g in behind for k in old_kinds(g, on_host=g not in found.on_level0)]
+    held += [host.held_bytes(g.size_of(k)) for g, k in olds]
     assert sum(told.get("undo", [])) == sum(held)

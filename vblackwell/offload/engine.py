@@ -190,7 +190,7 @@ class Offload:
     def _free_spare(self) -> bool:
         """Give the memory of shadows that are not in use back to its level; False if there is none."""
         with self.lock:
-            return self.level0 is not None and self.level0.free_shadows()
+            return self.step_control.free_spare()
 
     def is_sliced(self, group: Group) -> bool:
         """Whether ``group`` is never on level 0 as a whole."""
@@ -437,6 +437,7 @@ class Offload:
             self.worker.drain()
             if self.level0 is not None:
                 self.level0.drain()
+            self.step_control.settle(self.groups)
             self.gradients.in_flight.sweep()
 
     @property

@@ -4,14 +4,15 @@ Updates run on under the next forward; what needs a group's weights waits for th
 speculates that the step will come, will not clip and will use today's hyperparameters: any sign of the opposite (a new
 forward, a late gradient, a read of the weights, a norm over the limit) rolls it back, and the step does it exactly.
 
-`HostUpdates` has the worker update ranges in storage, `DeviceUpdates` a `Lane` on level 0. Before the step both write
-into `Shadows`, which the step makes the group's ranges, or, if every backward is followed by its step (``undo=False``),
-into the ranges themselves.
+`HostUpdates` has the worker update ranges in storage, `DeviceUpdates` a `Lane` on level 0. Before the step both make
+the weights alone, of states that stay a step behind (`Behind`), or write into `Shadows`, which the step makes the
+group's ranges, or, if every backward is followed by its step (``undo=False``), into the ranges themselves.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vblackwell.errors import StepAbandoned
-from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.layout.placement import StreamedPlacement
+from vblackwell.errors import InsufficientMemory, StepAbandoned
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.offload.layout.groups import OLD_GRADIENT, OLD_KINDS, OLD_WEIGHT, Group, Slot
+from vblackwell.offload.layout.placement import StreamedPlacement, old_kinds
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.host_updates import HostUpdates
 from vblackwell.offload.movement.spare import SpareMemory
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
-from vblackwell.offload.storage.storage import spaces_of
+from vblackwell.offload.storage.storage import Ranges, spaces_of
 
 
 class StepControl(Mover):
@@ -58,7 +60,8 @@ class StepControl(Mover):
         budget.drop_weights, budget.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
             budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
-            budget.free_spare = level0.free_shadows
+        budget.free_spare = self.free_spare
+        self.gradients.before_change = self._keep_last_gradient
         self._found = found
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
@@ -70,6 +73,7 @@ class StepControl(Mover):
         self._clipped = False
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
+        self._old_bytes = 0  # for states that are a step behind
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
@@ -160,22 +164,32 @@ class StepControl(Mover):
     def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
         """Update ``group`` now, on level 0 from the ``gradient`` there; None if there is no memory for a rollback."""
         undo, place, state = self.source.undo, self._places[group], self._states[group]
-        if undo and group not in self._shadowed:
+        ahead = undo and self._looks_ahead(group, gradient)
+        if undo and not ahead and group not in self._shadowed:
             return None
         with defer_sigint():
             if place is self.host_updates:
                 place.wait(group)  # the worker counts its steps
-            shadows = place.shadows.take(group, self._storage.own_ranges(group)) if undo else None
+            if ahead:
+                shadows: Ranges | None = {"weight": self._storage.range(group, OLD_WEIGHT)}
+            else:
+                self.settle([group])
+                shadows = place.shadows.take(group, self._storage.own_ranges(group)) if undo else None
             if undo and shadows is None:
                 if place is self.host_updates:
                     place.shadows.free_spare()  # of some kinds, there was room for, or their pages have not come
                 return None  # this group is updated at the step, which is always right
             jobs = self.jobs(group)
             early = EarlyUpdate(jobs, [int(job.step) for job in jobs], shadows, earlier=state.gradient.task)
+            if ahead:
+                steps = zip(jobs, early.steps, strict=True)
+                early.ahead = {job.slot: AdamWStep(**vars(job.hyper), step=step + 1) for job, step in steps}
+                early.behind = state.behind
             try:
-                early.reads_until = place.queue(group, jobs, gradient, None, shadows)
+                early.reads_until = place.queue(group, jobs, gradient, None, early)
             except BaseException:
-                (place.shadows.give_up if place is self.host_updates else place.shadows.give_back)(shadows or {})
+                if not ahead:
+                    (place.shadows.give_up if place is self.host_updates else place.shadows.give_back)(shadows or {})
                 raise
             state.early = early
             state.to(Phase.EARLY)
@@ -183,12 +197,70 @@ class StepControl(Mover):
 
     @cached_property
     def _shadowed(self) -> set[Group]:
-        """Groups whose shadows have room. Asked when gradients and states are placed and a forward has run."""
+        """Groups whose shadows have room. Asked when gradients and states are placed and a forward has run; others get
+        room for states that are a step behind.
+        """
         # What is set aside for checkpoints' inputs is taken by them at this time.
         plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)), set_aside_bytes=0)
-        found = self._found.shadowed(plan)
-        self.host_updates.shadows.bring_pages(reversed(found))  # in the order of backward
-        return set(found)
+        behind, shadowed = self._found.early(plan, self.source.accumulation_steps)
+        for group in reversed(behind):  # in the order of backward
+            with suppress(InsufficientMemory):  # in one piece
+                for kind in old_kinds(group, on_host=self._places[group] is self.host_updates):
+                    self._storage.add(group, kind)
+                    self._old_bytes += group.size_of(kind)
+        if self.level0 is not None and not self.level0.groups.isdisjoint(behind):
+            self.level0.compile_ahead(behind=True)
+        self.host_updates.shadows.bring_pages(reversed(shadowed))
+        return set(shadowed)
+
+    # -- states that are a step behind ---------------------------------------------------------------------------------
+
+    def _looks_ahead(self, group: Group, gradient: Tensor | None) -> bool:
+        """Whether an update of ``group`` before its step makes the weights alone: from one whole gradient, on level 0
+        (``gradient``) or in storage.
+        """
+        on_host, found = self._places[group] is self.host_updates, self._shadowed is not None
+        ranges = [self._storage.range(group, kind) for kind in OLD_KINDS if found and (group, kind) in self._storage]
+        if len(ranges) < len(old_kinds(group, on_host=on_host)) or not all(each.is_resident for each in ranges):
+            return False
+        if on_host:
+            return self._states[group].gradient.kind == "gradient"
+        return gradient is not None and not self.gradients.has_all_on_host(group)
+
+    def _keep_last_gradient(self, group: Group, anew: bool) -> None:
+        """The range of a gradient, which may be that of the step that states lack, will change, or be ``anew``."""
+        state = self._states[group]
+        behind = state.behind
+        if behind is None or behind.kind == OLD_GRADIENT:
+            return
+        if (group, OLD_GRADIENT) in self._storage and anew:
+            self._storage.exchange(group, "gradient", OLD_GRADIENT)
+            behind.kind = OLD_GRADIENT
+        else:
+            self.settle([group])
+
+    def settle(self, groups: Iterable[Group]) -> None:
+        """Return when the states of ``groups``, of which none is updated early, lack no step that came."""
+        behind = [group for group in groups if self._states[group].behind is not None]
+        for group in behind:
+            self._places[group].wait(group)
+        for task in [self.host_updates.settle(group) for group in behind]:
+            task.wait()
+
+    def free_spare(self) -> bool:
+        """Give up host memory that updates before their step have for a rollback and do not need now; False if there is
+        none.
+        """
+        if self.level0 is not None and self.level0.free_shadows():
+            return True
+        idle = [each for each in self._groups if (each, OLD_WEIGHT) in self._storage and not self._states[each].early]
+        self.settle(idle)
+        if idle and self.level0 is not None:
+            self.level0.forget_ahead()
+        for group, kind in itertools.product(idle, OLD_KINDS):
+            if (group, kind) in self._storage:
+                self._storage.drop(group, kind)
+        return bool(idle)
 
     def _keep(self, group: Group) -> None:
         state = self._states[group]
@@ -211,8 +283,7 @@ class StepControl(Mover):
                 self._worker.cancel(self._states[group].update_end)
             for group, update in early.items():
                 place, state = self._places[group], self._states[group]
-                assert update.shadows is not None
-                place.roll_back(group, update.shadows, update.earlier)
+                place.roll_back(group, update)
                 for job, step in zip(update.jobs, update.steps, strict=True):
                     job.step.fill_(step)
                 state.early = None
@@ -233,6 +304,7 @@ class StepControl(Mover):
         """Return when the group's bytes in storage are those of the last `step`, for the host and for loads."""
         self.roll_back(group)
         self._places[group].wait(group)
+        self.settle([group])
 
     def order_loads(self, group: Group) -> None:
         """Return when weights that are loaded from now on will be those of the last `step`."""
@@ -286,8 +358,9 @@ class StepControl(Mover):
 
     @property
     def shadow_bytes(self) -> int:
-        """What shadows have taken at a time."""
-        return self.host_updates.shadows.peak_bytes + (0 if self.level0 is None else self.level0.shadows.peak_bytes)
+        """What rollbacks have taken at a time."""
+        shadows = self.host_updates.shadows.peak_bytes
+        return self._old_bytes + shadows + (0 if self.level0 is None else self.level0.shadows.peak_bytes)
 
     # -- gradients between backward and step ---------------------------------------------------------------------------
 
@@ -367,6 +440,7 @@ class StepControl(Mover):
         other = [group for group, jobs in pairs if (early := self._states[group].early) and early.jobs != jobs]
         if other:  # none would be all of them
             self.roll_back(*other)
+        self.settle(group for group, jobs in pairs if jobs and self._states[group].early is None)
         at_once = self.level0 is None or self.level0.at_once
         for group, jobs in pairs:
             late = jobs and self._states[group].early is None
@@ -390,7 +464,7 @@ class StepControl(Mover):
             if early is not None:
                 self._keep(group)
                 if early.shadows is not None:
-                    self._places[group].commit(group, early.shadows)
+                    self._places[group].commit(group, early)
             elif jobs:
                 self._places[group].update(group, jobs, factor)
                 if factor is not None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.offload.layout.groups import find_groups, moment_ranges
+from vblackwell.offload.layout.groups import Group, find_groups, moment_ranges
 from vblackwell.offload.layout.placement import (
     IN_STEP,
     LINK_USE,
@@ -17,10 +17,11 @@ from vblackwell.offload.layout.placement import (
     StreamingOptions,
     checkpoints_ahead,
     deferred_groups,
+    early_groups,
+    may_be_behind,
     pass_bytes,
     passing_bytes,
     place_streamed,
-    shadowed_groups,
     share_for,
     share_of_all,
     spaces,
@@ -91,13 +92,38 @@ def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():
     one = sum(host.held_bytes(groups[0].size_of(kind)) for kind in ("weight", "master", "exp_avg", "exp_avg_sq"))
     for free, expected in ((0, []), (one, groups[:1]), (4 * one - 1, groups[:3]), (100 * one, groups)):
         plan = StoragePlan.empty(spaces([GiB, 6 * one + free], on_gpu=False), [1], groups).with_ranges(ranges)
-        assert shadowed_groups(groups, plan) == expected
+        assert early_groups(groups, [], [], plan) == ([], expected)
     levels = spaces([GiB, 6 * one + 4 * one], on_gpu=False)
     less = StoragePlan.empty(levels, [1], groups, set_aside_bytes=one).with_ranges(ranges)
-    assert shadowed_groups(groups, less) == groups[:3]
+    assert early_groups(groups, [], [], less) == ([], groups[:3])
     levels = spaces([GiB, GiB], on_gpu=False)
     kept = StoragePlan.empty(levels, [1], groups, resident=groups[:2], on_level0=groups).with_ranges(ranges)
-    assert shadowed_groups(groups, kept) == groups[2:]
+    assert early_groups(groups, [], [], kept) == ([], groups[2:])
+
+
+def test_groups_that_are_a_step_behind_leave_room_for_each_other_first():
+    """Those updated on level 0 take a weight each, those of the host a gradient more; what is left makes shadows."""
+    groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))), torch.bfloat16, None)
+    kinds, on_level0 = ("weight", "remainder", "exp_avg", "exp_avg_sq", "gradient"), groups[::2]
+    ranges = [(group, kind) for group in groups for kind in kinds]
+    host = spaces([GiB, GiB], on_gpu=True)[1]
+    narrow, all_of_one = (
+        sum(host.held_bytes(groups[0].size_of(kind)) for kind in some) for some in (kinds[:1], kinds[:4])
+    )
+
+    def early(free: int) -> tuple[list[Group], list[Group]]:
+        levels = spaces([GiB, 6 * (all_of_one + narrow) + free], on_gpu=True)
+        plan = StoragePlan.empty(levels, [1], groups, on_level0=on_level0).with_ranges(ranges)
+        assert all(may_be_behind(group, plan) for group in groups)
+        return early_groups(groups, groups, on_level0, plan)
+
+    assert early(narrow - 1) == ([], [])
+    assert early(3 * narrow) == (on_level0, [])
+    assert early(5 * narrow) == ([group for group in groups if group is not groups[3] and group is not groups[5]], [])
+    assert early(9 * narrow) == (groups, [])
+    behind, shadowed = early(9 * narrow + all_of_one - narrow)
+    assert len(shadowed) == 1 and shadowed[0] in on_level0 and set(behind) == set(groups) - set(shadowed)
+    assert early(GiB) == (groups[1::2], on_level0)
 
 
 @given(level0=st.integers(1, 40), frozen=st.integers(8, 64), asked=st.sampled_from([None, 1]))

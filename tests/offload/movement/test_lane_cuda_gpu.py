@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vblackwell.memory.transfer import EventTransfer, copy_streams
-from vblackwell.offload.movement.lane import CudaQueues, lane_streams
+from vblackwell.offload.movement.lane_cuda import CudaQueues, lane_streams
 from vblackwell.units import MiB
 
 pytestmark = pytest.mark.gpu

@@ -16,8 +16,9 @@ from tests.kernels.optimizer.test_adamw_source import INTRINSICS, MAIN
 from vblackwell.kernels.optimizer import adamw
 from vblackwell.kernels.optimizer.adamw import AdamWStep, Order
 from vblackwell.offload.layout.groups import Group, Piece, Slot, element_type, num_elements, parts_of
-from vblackwell.offload.movement import lane as lane_module
-from vblackwell.offload.movement.lane import CudaLane, LaneJob, runs_of
+from vblackwell.offload.movement import lane_cuda as lane_module
+from vblackwell.offload.movement.lane import LaneJob
+from vblackwell.offload.movement.lane_cuda import CudaLane, runs_of
 
 # Torch's vector and scalar loop that round alike, and two that do not.
 ALIKE, OF_8, OF_16 = (
@@ -63,8 +64,8 @@ def test_a_launch_ends_at_a_scalar_loop_and_where_numbers_change(order, expected
     piece = Piece(0, num_elements(group))
     parts = {group.slots.index(slot): (start, stop) for slot, start, stop in parts_of(group, piece)}
     found = runs_of(LaneJob(group, numbers_of(group), {}, {}), piece)
-    assert [(start, stop) for _, start, stop in found] == [(parts[a][0], parts[b][1]) for a, b in expected]
-    assert [numbers for numbers, _, _ in found] == [NUMBERS[first] for first, _ in expected]
+    assert [(start, stop) for _, _, start, stop in found] == [(parts[a][0], parts[b][1]) for a, b in expected]
+    assert [numbers for numbers, *_ in found] == [NUMBERS[first] for first, _ in expected]
 
 
 def test_scalar_loops_keep_parameters_of_equal_numbers_apart(monkeypatch):

@@ -23,8 +23,9 @@ from vblackwell.errors import DiskError, InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, Transfer
 from vblackwell.offload.layout.groups import EXACT, Formats
-from vblackwell.offload.movement import lane as lane_module
-from vblackwell.offload.movement.lane import CudaLane, Lane
+from vblackwell.offload.movement import lane_cuda as lane_module
+from vblackwell.offload.movement.lane import Lane
+from vblackwell.offload.movement.lane_cuda import CudaLane
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage import staging
 from vblackwell.offload.storage.staging import Stage, Staged
@@ -78,8 +79,8 @@ def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
         memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
         return torch.frombuffer(memory, dtype=dtype)
 
-    def adamw_at(at, num_elements, numbers, gradient, previous, stream) -> None:
-        assert at.factor == 0 and at.square_sums == 0
+    def adamw_at(at, num_elements, numbers, gradient, previous, stream, then) -> None:
+        assert at.factor == 0 and at.square_sums == 0 and then is None
         weight = tensor(at.weight, num_elements, torch.bfloat16 if at.remainder else torch.float32)
         remainder = tensor(at.remainder, num_elements, torch.int16) if at.remainder else None
         moments = [tensor(address, num_elements, torch.float32) for address in (at.exp_avg, at.exp_avg_sq)]

@@ -71,15 +71,17 @@ def forecast_step(
     trainable = found.trainable
     gradients = found.gradient_ranges(trainable, micro_batches, undo=undo)
     storage = found.storage.with_ranges(gradients + moment_ranges(trainable))
-    shadowed = found.shadowed(storage) if undo else []
-    early = shadowed if undo else [g for g in trainable if g not in found.deferred and g.all_trainable()]
+    behind, shadowed = found.early(storage, micro_batches) if undo else ([], [])
+    early = {*behind, *shadowed} if undo else {g for g in trainable if g not in found.deferred and g.all_trainable()}
     deferred = [group for group in trainable if group not in early]
-    lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
-    return StepForecast(_table(found, storage, shadowed), replace(lanes, stores_gradients=undo))
+    lanes = _plan(model, found, storage, deferred, behind, seconds, input_bytes, micro_batches, host_norms)
+    return StepForecast(_table(found, storage, behind, shadowed), replace(lanes, stores_gradients=undo))
 
 
-def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Group]) -> dict[str, list[int]]:
-    """Ranges, 'staging' with what rounding adds, and what is in no range: loaded weights, gradients, shadows."""
+def _table(
+    found: StreamedPlacement, storage: StoragePlan, behind: Sequence[Group], shadowed: Sequence[Group]
+) -> dict[str, list[int]]:
+    """Ranges, 'staging' with what rounding adds, and what is in no range: loaded weights, gradients, rollbacks."""
     table, levels = storage.bytes_by_level(), storage.levels
     held, rest = [sum(row) for row in zip(*table.values(), strict=True)], [0] * (len(levels) - 1)
     largest = max((group.num_bytes for group in found.trainable), default=0)
@@ -88,8 +90,12 @@ def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Gr
     table["loaded"] = [min(found.budget_bytes, sum(group.num_bytes for group in found.groups)), *rest]
     table["leaving"] = [found.max_in_flight * largest, *rest]
     table["locked"] = [found.max_locked * largest if found.on_level0 else 0, *rest]
-    if shadowed:
+    if behind or shadowed:
         table["undo"] = [0] * len(levels)
+        for group in behind:
+            for kind in placement.old_kinds(group, on_host=group not in found.on_level0):
+                host = storage.staging_level
+                table["undo"][host] += levels[host].held_bytes(group.size_of(kind))
         for pair in itertools.product(shadowed, PARAMETER_KINDS):
             if pair in storage:
                 placed = storage.range(*pair)
@@ -116,6 +122,7 @@ def _plan(
     found: StreamedPlacement,
     storage: StoragePlan,
     deferred: Collection[Group],
+    behind: Collection[Group],
     seconds: Mapping[str, float],
     input_bytes: int,
     micro_batches: int,
@@ -149,6 +156,7 @@ def _plan(
                 input_bytes=input_bytes if is_block else 0,
                 on_host=on_host,
                 deferred=group in deferred,
+                behind=group in behind,
                 resident=storage.range(group, "weight").level == 0,
                 disk_read=states + read + on_host * weight if trained else 0,
                 disk_write=states + weight + written if trained else 0,

@@ -24,7 +24,8 @@ STATES = ("fp32", "8bit")
 MASTERS = ("exact", "stochastic")
 
 # Kinds of range. ``weight``: compute weights; ``master``: the whole fp32 truth; ``remainder``: what a bf16 weight
-# leaves out of it; ``accumulated``: the fp32 sum of narrower gradients.
+# leaves out of it; ``accumulated``: the fp32 sum of narrower gradients; ``old_weight``, ``old_gradient``: those of the
+# last step, which states that are a step behind need (`movement.state.Behind`).
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
@@ -33,7 +34,8 @@ STATE_KINDS = ("remainder", *MOMENTS, *PACKED_MOMENTS)  # what an update on leve
 PARAMETER_KINDS = ("weight", "master", *STATE_KINDS)  # what a group that lives on level 0 has there
 GRADIENTS = ("gradient", "accumulated")
 KINDS = (*PARAMETER_KINDS, *GRADIENTS)
-NARROW_KINDS = ("weight", "remainder", "gradient")  # as wide as the compute weight
+OLD_KINDS = OLD_WEIGHT, OLD_GRADIENT = "old_weight", "old_gradient"
+NARROW_KINDS = ("weight", "remainder", "gradient", OLD_WEIGHT, OLD_GRADIENT)  # as wide as the compute weight
 
 ALIGNMENT = 512
 MAX_TRAINED = 4  # where frozen parameters are more than so many times the others, they form a separate group

@@ -50,6 +50,7 @@ class GroupWork:
     input_bytes: int = 0  # of its checkpoint's input, if that waits in host memory
     on_host: bool = False  # the CPU updates it
     deferred: bool = False  # its update waits for the step, and on the GPU for the next forward
+    behind: bool = False  # its states lack a step: what was a gradient and a weight then comes up with them
     resident: bool = False  # it lives on level 0 with its states, so that nothing of it but gradients moves
     disk_read: int = 0  # bytes, before its update
     disk_write: int = 0  # bytes, after it
@@ -293,6 +294,8 @@ class Graph:
     ) -> tuple[Task, Task]:
         """States in pieces; tasks that end when all are (stored, updated). An update is part of its backward."""
         plan, parameters = self.plan, self.plan.groups[index].parameters
+        if self.plan.groups[index].behind and not plan.clips:
+            more_up += 2 * plan.gradient
         size = (plan.states_up + more_up) * parameters
         count = max(1, round(size / min(plan.piece_bytes, plan.ring_bytes)))
         taken = int(min(size / count, plan.ring_bytes))

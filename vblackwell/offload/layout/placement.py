@@ -18,7 +18,7 @@ more. On one H200 a drawn model of 2.35G, which waits for its link, took 571 ms 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,6 +29,8 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupporte
 from vblackwell.offload.layout.groups import (
     EXACT,
     MIN_BUFFER_BYTES,
+    OLD_KINDS,
+    OLD_WEIGHT,
     PARAMETER_KINDS,
     Formats,
     Group,
@@ -42,7 +44,7 @@ from vblackwell.offload.layout.groups import (
     weight_ranges,
 )
 from vblackwell.offload.layout.places import OLD_PLACES, PLACES
-from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
+from vblackwell.offload.layout.storage_plan import GOLDEN, PAGE, LevelSpace, StoragePlan
 from vblackwell.units import MiB, format_bytes
 
 # On a GPU, level 0's capacity is the whole process: this share is left to activations and workspaces...
@@ -152,10 +154,14 @@ class StreamedPlacement:
         sums = held if micro_batches > 2 else late if micro_batches == 2 else [g for g in late if g in self.sent_twice]
         return [(g, "gradient") for g in held] + [(g, "accumulated") for g in sums if not g.is_fp32]
 
-    def shadowed(self, storage: StoragePlan) -> list[Group]:
-        """Those groups that are updated before their step and, where all of ``storage`` is placed, have room for it."""
+    def early(self, storage: StoragePlan, micro_batches: int) -> tuple[list[Group], list[Group]]:
+        """Those groups that are updated before their step, as far as there is room for a rollback where all of
+        ``storage`` is placed: whose states stay a step behind, and that have shadows.
+        """
         waiting = {*self.deferred, *self.sent_twice}
-        return shadowed_groups((g for g in self.trainable if g.all_trainable() and g not in waiting), storage)
+        groups = [group for group in self.trainable if group.all_trainable() and group not in waiting]
+        able = [g for g in groups if micro_batches == 1 and g not in self.slice_rows and may_be_behind(g, storage)]
+        return early_groups(groups, able, self.on_level0, storage)
 
 
 def place_streamed(
@@ -367,21 +373,59 @@ def deferred_groups(groups: Sequence[Group], storage: StoragePlan) -> list[Group
     return found
 
 
-def shadowed_groups(groups: Iterable[Group], storage: StoragePlan) -> list[Group]:
-    """Those of ``groups``, in the order of the forward, that have room for shadows: the first, because updates of the
-    others, under the next forward, have the most time there. None of a group that lives on level 0.
+def old_kinds(group: Group, *, on_host: bool) -> tuple[str, ...]:
+    """The ranges that states of ``group`` need to be a step behind. On level 0 an update reads the last gradient before
+    the next one takes its place in storage; one on the host comes after that.
     """
-    free, found = [level.free_bytes for level in storage.levels], []
+    return OLD_KINDS if on_host else (OLD_WEIGHT,)
+
+
+def may_be_behind(group: Group, storage: StoragePlan) -> bool:
+    """Whether ``group`` has exact states of one type, in RAM."""
+    if group.formats.packed or group not in _able_on_level0([group]) or (group, "master") in storage:
+        return False
+    kinds = [kind for kind in (*PARAMETER_KINDS, "gradient") if (group, kind) in storage]
+    placed = [storage.range(group, kind).level for kind in kinds]
+    return all(level and storage.levels[level].kind == "ram" for level in placed)
+
+
+def early_groups(
+    groups: Sequence[Group], able: Sequence[Group], on_level0: Container[Group], storage: StoragePlan
+) -> tuple[list[Group], list[Group]]:
+    """Which of ``groups``, in the order of the forward, are (a step behind, shadowed). Of those that are ``able`` to be
+    behind, ones that the host updates are, as that costs it nothing; others have shadows as far as there is room next
+    to all of these, evenly over the model, because the last gradient and weight of one that is behind pass the link
+    again. Where not even those have room, the first do: updates of the others, under the next forward, have the most
+    time there. No group that lives on level 0 is either.
+    """
+    free = [level.free_bytes for level in storage.levels]
     if storage.has_host_level:
         free[storage.staging_level] -= storage.set_aside_bytes
-    for group in groups:
-        left, ranges = free.copy(), [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
+
+    def cost(group: Group, kinds: Iterable[str]) -> int:
+        return sum(storage.levels[storage.staging_level].held_bytes(group.size_of(kind)) for kind in kinds)
+
+    behind = dict[Group, int]()
+    for group in sorted(able, key=lambda group: group not in on_level0):
+        needed = cost(group, old_kinds(group, on_host=group not in on_level0))
+        if needed <= free[storage.staging_level]:
+            free[storage.staging_level] -= needed
+            behind[group] = needed
+    shadowed = set[Group]()
+    left = [group for group in behind if group in on_level0]
+    spread = sorted(range(len(left)), key=lambda number: number * GOLDEN % 1)
+    others = [group for group in groups if group not in set(able)]
+    for group in [*(left[number] for number in spread), *others]:
+        ranges = [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
+        after = free.copy()
+        after[storage.staging_level] += behind.get(group, 0)
         for each in ranges:
-            left[each.level] -= storage.levels[each.level].held_bytes(each.num_bytes)
-        if ranges and all(each.level and left[each.level] >= 0 for each in ranges):
-            free = left
-            found.append(group)
-    return found
+            after[each.level] -= storage.levels[each.level].held_bytes(each.num_bytes)
+        if ranges and all(each.level and after[each.level] >= 0 for each in ranges):
+            free = after
+            shadowed.add(group)
+            behind.pop(group, None)
+    return [group for group in groups if group in behind], [group for group in groups if group in shadowed]
 
 
 def state_bytes(group: Group) -> int:

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.groups import AccessTrace, Group, Slot, smallest_buffer
+from vblackwell.offload.layout.groups import OLD_GRADIENT, OLD_WEIGHT, AccessTrace, Group, Slot, smallest_buffer
 from vblackwell.offload.layout.placement import StreamedPlacement, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
+from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob, WorkerQueues
+from vblackwell.offload.movement.lane_cuda import CudaLane, CudaQueues
 from vblackwell.offload.movement.state import (
+    Behind,
+    EarlyUpdate,
     Hyper,
     InFlightQueue,
     Job,
@@ -27,7 +30,6 @@ from vblackwell.offload.movement.state import (
     Mover,
     Phase,
     Shared,
-    Task,
     current_stream,
     defer_sigint,
     free_until,
@@ -38,9 +40,9 @@ from vblackwell.offload.storage.storage import Ranges, Shadows
 ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
 
 
-def _compile(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+def _compile(dtypes: Iterable[torch.dtype], device: torch.device, ahead: bool) -> None:
     with suppress(Exception):  # is raised once more by the first launch
-        compile_kernels(dtypes, device)
+        compile_kernels(dtypes, device, ahead=ahead)
 
 
 class DeviceUpdates(Mover):
@@ -73,11 +75,13 @@ class DeviceUpdates(Mover):
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
         self._newest: LaneEnd | None = None
 
-    def compile_ahead(self) -> None:
-        """Compile AdamW's kernels in the worker, while the first forward runs."""
+    def compile_ahead(self, *, behind: bool = False) -> None:
+        """Compile AdamW's kernels in the worker, while the first forward runs; or, while a backward does, those for
+        states that are a step ``behind``.
+        """
         if self._on_gpu:
             exact = {group.slots[0].dtype for group in self.groups if not group.formats.packed}
-            self._worker.submit(_compile, exact, self._device)
+            self._worker.submit(_compile, exact, self._device, behind)
 
     def expect_backward(self, *, after_step: bool) -> None:
         """A gradient is on its way: bring up states in the order in which the last backward needed them, or, if no
@@ -89,28 +93,33 @@ class DeviceUpdates(Mover):
             able = self.groups if after_step else ()
             first = [group for group in self._groups if group in able and group not in self._sliced]
             self.staying = [group for group in first if group.trainable()][: self._max_locked]
-            early = [self._groups[index] for index in self._trace.last_pass]
-            self._lane.expect(self.staying if after_step else early)
+            expected = self.staying if after_step else [self._groups[index] for index in self._trace.last_pass]
+            self._lane.expect(expected, {group for group in expected if self._states[group].behind is not None})
             self._lane.pump()
 
-    def commit(self, group: Group, shadows: Ranges) -> None:
-        self.shadows.give_back(self.shadows.swap(group, shadows))  # in the lane's order
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        if early.ahead is not None:
+            self._storage.exchange(group, "weight", OLD_WEIGHT)
+            self._states[group].behind = Behind(early.ahead)
+        elif early.shadows is not None:
+            self.shadows.give_back(self.shadows.swap(group, early.shadows))  # in the lane's order
 
-    def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         self._trace.forget_pass()
         self.wait(group)
         self._unlock_group(group)
         self._weights.drop(group)
-        self.shadows.give_back(shadows)
+        if early.ahead is not None:
+            self._states[group].behind = None  # that step is made
+        elif early.shadows is not None:
+            self.shadows.give_back(early.shadows)
 
     def queue(
-        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
+        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, early: EarlyUpdate
     ) -> Transfer:
-        """Queue an early update, from ``gradient`` on level 0, where the weights are too, into ``shadows`` (None: the
-        group's ranges). Its end on level 0.
-        """
+        """Queue an ``early`` update, from ``gradient`` on level 0, where the weights are too. Its end on level 0."""
         more = self._gradients.has_all_on_host(group)
-        end = self._queue(group, jobs, gradient, factor, shadows, stored=more)
+        end = self._queue(group, jobs, gradient, factor, early, stored=more)
         self._trace.use(group.index)
         return end
 
@@ -120,7 +129,7 @@ class DeviceUpdates(Mover):
         jobs: list[Job],
         gradient: Tensor | None,
         factor: Tensor | None,
-        shadows: Ranges | None,
+        early: EarlyUpdate | None,
         *,
         stored: bool,
     ) -> Transfer:
@@ -129,7 +138,7 @@ class DeviceUpdates(Mover):
         self.sweep()
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
         kind, own = None, self._storage.own_ranges(group)
-        sources, targets = own.copy(), shadows or own
+        sources, targets = self._ranges_of(group, own, early)
         loaded = self._lock_or_load(group)
         if loaded is None:
             weights.invalidate(group)
@@ -143,8 +152,9 @@ class DeviceUpdates(Mover):
                 key = job.hyper, int(job.step) + 1
                 numbers[job.slot] = made.get(key) or made.setdefault(key, AdamWStep(**vars(job.hyper), step=key[1]))
             weight = None if loaded is None else loaded.buffer
+            behind = None if early is None or early.behind is None else early.behind.numbers
             end = self._lane.submit(
-                LaneJob(group, numbers, sources, targets, weight, gradient, kind, factor, state.last_load)
+                LaneJob(group, numbers, sources, targets, weight, gradient, kind, factor, state.last_load, behind)
             )
         except BaseException:
             if loaded is None:
@@ -159,11 +169,26 @@ class DeviceUpdates(Mover):
             in_flight.discard(previous.stored)
         in_flight.add(end.stored)  # nobody gives the ranges back before
         state.update_end = self._newest = end
+        if early is not None and early.ahead is not None:
+            early.lands = end.weights
         if loaded is not None:
             weights.mark_updated(loaded, end.computed)
             self._locked.add((end.stored,), partial(weights.unlock, loaded))
             free_until(lambda: len(self._locked) <= self._max_locked, self.end_oldest)
         return end.computed
+
+    def _ranges_of(self, group: Group, own: Ranges, early: EarlyUpdate | None) -> tuple[Ranges, Ranges]:
+        """What an update reads, but for its gradient, and what it writes."""
+        if early is None or early.shadows is None:
+            return own.copy(), own
+        if early.ahead is None:
+            return own.copy(), early.shadows
+        gradient = {"gradient": self._storage.range(group, "gradient")}
+        if early.behind is None:
+            return own.copy(), early.shadows | gradient
+        # The last gradient has come up, a piece at a time, before this one takes its place.
+        olds = {OLD_WEIGHT: early.shadows["weight"], OLD_GRADIENT: gradient["gradient"]}
+        return own | olds, own | early.shadows | gradient
 
     def end_oldest(self) -> bool:
         """Let the weights go that the oldest update holds on level 0; False if there is none."""
@@ -284,12 +309,16 @@ class DeviceUpdates(Mover):
 
     def drain(self) -> None:
         self.start_all_due()
-        self._lane.expect(())  # the caller is about to change what was brought up
-        self._expecting = False
-        self._lane.drain()
+        self.forget_ahead()
         for group in self.groups:
             self.wait(group)
         self.sweep()
+
+    def forget_ahead(self) -> None:
+        """What was brought up for updates that come may change, or end."""
+        self._lane.expect(())
+        self._expecting = False
+        self._lane.drain()
 
     def free_shadows(self) -> bool:
         """Give up shadows that are not in use; False if there are none."""

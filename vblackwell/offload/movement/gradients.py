@@ -101,6 +101,8 @@ class GradientCollector(Mover):
         super().__init__(shared)
         self._max_in_flight, self._max_staying = max_in_flight, max_staying
         self.measuring = False
+        # `StepControl` sets it: the range of a group's gradient is about to change, or, if so it says, to be anew.
+        self.before_change: Callable[[Group, bool], None] = lambda group, anew: None
         self.norms_taken: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the last ones that were, on level 0
         self.filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self.in_flight = InFlightQueue()  # level-0 buffers
@@ -180,8 +182,11 @@ class GradientCollector(Mover):
         adding = bool(state.slots)
         readers = () if update is None or update.reads_until is None else (update.reads_until,)
         final = update is not None and update.shadows is None  # nobody needs the gradient in host memory
+        lands = None if update is None else update.lands
         under_way = list[Transfer](readers)
         try:
+            if not final and lands is None:
+                self.before_change(group, not adding)
             if not final:
                 self._reserve_range(group, adding)
             if final:
@@ -190,7 +195,7 @@ class GradientCollector(Mover):
                 self._send_to_sum(buffer, readers)
             else:
                 self.wait_idle(group)
-                transfer = self._stack.write(self._storage.range(group, "gradient"), buffer.bytes)
+                transfer = lands or self._stack.write(self._storage.range(group, "gradient"), buffer.bytes)
                 under_way.append(transfer)
                 landing = self._later(self._land, group, transfer, arriving=transfer)
                 if not isinstance(transfer, EventTransfer):  # the next copy may overtake it, as none does on a stream
@@ -377,6 +382,7 @@ class GradientCollector(Mover):
 
     def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
+        self.before_change(group, factor is None and self._state(group).slots.keys() <= set(slots))
         state, held = self._state(group), self._held(group)
         self._end_stay(group)
         for slot in slots:

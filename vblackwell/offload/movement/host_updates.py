@@ -1,4 +1,5 @@
-"""AdamW on a group's ranges on the CPU, by a model's worker; before its step it writes into shadows of them.
+"""AdamW on a group's ranges on the CPU, by a model's worker; before its step it writes into shadows of them, or makes
+the weights alone, of states that are a step behind (`Behind`).
 
 The threads are `kernels.optimizer.cpu`'s, with the bits of `torch.optim.AdamW(fused=True)` on single tensors.
 """
@@ -12,11 +13,22 @@ from torch import Tensor
 
 from vblackwell.errors import StaleTensor
 from vblackwell.kernels.optimizer import cpu
-from vblackwell.kernels.optimizer.adamw import CHUNK, AdamWStep
-from vblackwell.kernels.optimizer.cpu import States, Update
+from vblackwell.kernels.optimizer.adamw import CHUNK, AdamWStep, Then
+from vblackwell.kernels.optimizer.cpu import New, States, Update
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
-from vblackwell.offload.movement.state import Hyper, Job, Mover, Shared, Task, defer_sigint, flat_of
+from vblackwell.offload.layout.groups import MOMENTS, OLD_WEIGHT, Group, Slot
+from vblackwell.offload.movement.state import (
+    Behind,
+    EarlyUpdate,
+    Hyper,
+    Job,
+    Mover,
+    Numbers,
+    Shared,
+    Task,
+    defer_sigint,
+    flat_of,
+)
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Ranges, Shadows
@@ -35,11 +47,16 @@ class _Update(NamedTuple):
     group: Group
     jobs: list[Job]
     own: Ranges  # the group's then, which a commit may have replaced
-    shadows: Ranges | None  # written instead
+    early: EarlyUpdate | None  # before its step
     gradient_kind: str
     factor: Tensor | None  # fp32 scalar that gradients are multiplied by
     load: Transfer | None  # the newest out of the weights
     forgiven: int  # failures of the group's tasks that concern no gradient of this update
+
+    @property
+    def shadows(self) -> Ranges | None:
+        """What is written instead."""
+        return None if self.early is None else self.early.shadows
 
 
 class HostUpdates(Mover):
@@ -52,23 +69,45 @@ class HostUpdates(Mover):
         self.shadows = Shadows(self._storage)
         self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
-    def commit(self, group: Group, shadows: Ranges) -> None:
-        old = self.shadows.swap(group, shadows)
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        state, old = self._states[group], self._adopt(group, early)
         try:
-            update = self._states[group].update_end
-            self._ends[group] = self._worker.submit(self._end_commit, group, update, old, group=group.index)
+            self._ends[group] = self._worker.submit(
+                self._end_commit, group, state.update_end, early, old, group=group.index
+            )
         except BaseException:  # another task has failed meanwhile: this group stays a step behind
-            self.shadows.swap(group, old)
+            self._take_back(group, early, old)
             self._worker.broken = True
             raise
 
-    def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
+    def _adopt(self, group: Group, early: EarlyUpdate) -> Ranges | None:
+        """Make what an update wrote the group's; what it had, None where that stays for the next one."""
+        if early.ahead is None:
+            assert early.shadows is not None
+            return self.shadows.swap(group, early.shadows)
+        self._storage.exchange(group, "weight", OLD_WEIGHT)
+        self._states[group].behind = Behind(early.ahead)
+        return None
+
+    def _take_back(self, group: Group, early: EarlyUpdate, old: Ranges | None) -> Ranges | None:
+        """The reverse of `_adopt`, of an update that was not made."""
+        if old is not None:
+            return self.shadows.swap(group, old)
+        self._storage.exchange(group, "weight", OLD_WEIGHT)
+        self._states[group].behind = early.behind
+        return None
+
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         """Make the ranges what they were before `StepControl._start_early`; or raise what an earlier task did."""
         self._worker.raise_failure()
         state = self._states[group]
-        state.update_end.exception()
-        self.shadows.give_up(shadows)
-        state.update_end, state.gradient.task = None, earlier  # which may still add to the gradient
+        update: Task = state.update_end
+        failure = update.exception()
+        if early.ahead is None:
+            self.shadows.give_up(early.shadows or {})
+        elif failure is None and update.result():  # else it is cancelled
+            state.behind = None
+        state.update_end, state.gradient.task = None, early.earlier  # which may still add to the gradient
 
     @defer_sigint()
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
@@ -95,12 +134,15 @@ class HostUpdates(Mover):
         return task is not None and (not task.done() or task.exception() is not None)
 
     def queue(
-        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
+        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, early: EarlyUpdate | None
     ) -> None:
-        """Queue an update from the gradient in host memory (``gradient``: None), into ``shadows`` if there are any."""
+        """Queue an update from the gradient in host memory (``gradient``: None), which is ``early`` or is not."""
         self._weights.invalidate(group)
         state, own, forgiven = self._states[group], self._storage.own_ranges(group), self._worker.forgiven[group.index]
-        update = _Update(group, jobs, own, shadows, state.gradient.kind, factor, state.last_load, forgiven)
+        if early is not None and early.ahead is not None:
+            kinds = OLD_WEIGHT, state.gradient.kind, *([] if early.behind is None else [early.behind.kind])
+            own |= {kind: self._storage.range(group, kind) for kind in kinds}
+        update = _Update(group, jobs, own, early, state.gradient.kind, factor, state.last_load, forgiven)
         try:
             task = self._worker.submit(self._update, update, group=group.index, postponable=True)
         except BaseException:
@@ -123,16 +165,70 @@ class HostUpdates(Mover):
             raise
         return True
 
-    def _end_commit(self, group: Group, update: Task, old: Ranges) -> None:
+    def _end_commit(self, group: Group, update: Task, early: EarlyUpdate, old: Ranges | None) -> None:
         """After an ``update`` whose step has come: give up what it replaced, or, where it was not made, take it back:
         the group is a step behind others then.
         """
         if update.exception() is not None or not update.result():
             self._worker.broken = True
-            old = self.shadows.swap(group, old)
-        self.shadows.give_up(old)
+            old = self._take_back(group, early, old)
+        self.shadows.give_up(old or {})
+
+    def settle(self, group: Group) -> Task:
+        """Make the step that the states of ``group`` lack: its weights have had it."""
+        state = self._states[group]
+        behind = state.behind
+        assert behind is not None
+        state.behind = None
+        ranges = self._storage.own_ranges(group)
+        ranges |= {kind: self._storage.range(group, kind) for kind in (OLD_WEIGHT, behind.kind)}
+        return self._worker.submit(self._settle, group, ranges, behind, group=group.index)
+
+    def _settle(self, group: Group, ranges: Ranges, behind: Behind) -> None:
+        try:
+            opened = {kind: self._storage.open_at(each, kind) for kind, each in ranges.items()}
+            made = list[Update]()
+            for slot, numbers in behind.numbers.items():
+                states = _states(slot, {**opened, "weight": opened[OLD_WEIGHT]}, whole=False)
+                made.append(Update(states, states, slot.flat(opened[behind.kind]), None, numbers))
+            cpu.update(made)
+            self._store(ranges, opened)
+        except BaseException:
+            self._worker.broken = True
+            raise
+
+    def _store(self, ranges: Ranges, opened: Mapping[str, Tensor]) -> None:
+        for kind in ranges.keys() & {OLD_WEIGHT, "remainder", *MOMENTS}:
+            self._storage.store_at(ranges[kind], opened[kind])
+
+    def _look_ahead(self, update: _Update, ahead: Numbers, behind: Behind | None) -> None:
+        """Make the step that the states lack, if there is one, and of the one that may come the weights."""
+        opened, made = {kind: self._storage.open_at(each, kind) for kind, each in update.own.items()}, list[Update]()
+        for job in update.jobs:
+            slot, numbers = job.slot, ahead[job.slot]
+            job.step.add_(1)
+            states, fresh = _states(slot, opened, whole=False), slot.flat(opened[update.gradient_kind])
+            weight = slot.flat(opened[OLD_WEIGHT])
+            if behind is None:
+                made.append(Update(New(weight), states, fresh, None, numbers))
+            else:
+                states, earlier = states._replace(weight=weight), slot.flat(opened[behind.kind])
+                made.append(Update(states, states, earlier, None, behind.numbers[slot], Then(fresh, numbers)))
+        began = time.perf_counter()
+        try:
+            with torch.profiler.record_function("AdamW on the host"):
+                cpu.update(made)
+        except BaseException:
+            self._worker.broken |= behind is not None  # whose states are changed where they are
+            raise
+        count = sum(job.slot.num_elements for job in update.jobs)
+        self._storage.stack.add_update(count, time.perf_counter() - began)
+        self._store(update.own, opened)
 
     def apply(self, update: _Update) -> None:
+        if update.early is not None and update.early.ahead is not None:
+            self._look_ahead(update, update.early.ahead, update.early.behind)
+            return
         storage, shadows = self._storage, update.shadows
         opened, old = {kind: storage.open_at(each, kind) for kind, each in update.own.items()}, dict[str, Tensor]()
         if shadows is not None:

@@ -14,32 +14,35 @@ silent.
 import ctypes
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from vblackwell.kernels.optimizer.adamw import MAX_ELEMENTS, AdamWStep, Addresses, adamw_at, adamw_piece, torch_order
+from vblackwell.kernels.optimizer.adamw import (
+    MAX_ELEMENTS,
+    AdamWStep,
+    Then,
+    adamw_piece,
+)
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import (
     DoneTransfer,
-    EventTransfer,
     FutureTransfer,
-    copy_streams,
-    delayed,
     transfer_delay,
 )
 from vblackwell.offload.layout.groups import (
     GRADIENTS,
     MIN_BUFFER_BYTES,
+    OLD_GRADIENT,
+    OLD_KINDS,
+    OLD_WEIGHT,
     SCALES,
     Group,
     Piece,
@@ -161,6 +164,8 @@ class LaneJob:
         gradient_kind: which range holds it then, or, next to a ``gradient``, the sum of earlier micro-batches.
         factor: fp32 scalar that gradients are multiplied by; None for 1.
         last_load: the newest copy of stored weights to level 0; what it reads is not written before it is over.
+        behind: of the step that states lack, and whose gradient and weights are among ``sources``: that step is made,
+            and of the job's own the weights alone. A ``gradient`` among ``targets`` goes there as well.
     """
 
     group: Group
@@ -172,6 +177,7 @@ class LaneJob:
     gradient_kind: str | None = None
     factor: Tensor | None = None
     last_load: Transfer | None = None
+    behind: Mapping[Slot, AdamWStep] | None = None
 
 
 class LaneEnd(NamedTuple):
@@ -230,11 +236,18 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None
         if flat is not None:
             start, stop = (bytes_of(group, kind, end) for end in (piece.start, piece.stop))
             values[kind] = flat[start:stop].view(element_type(kind, dtype))
+    ahead = values.pop("weight", values.get(OLD_WEIGHT)) if job.behind is not None else None
     for slot, start, stop in parts_of(group, piece):
         if slot in job.numbers:
             own = slice(start - piece.start, stop - piece.start)
             scales = slice(own.start // SCALE_BLOCK, -(-own.stop // SCALE_BLOCK))
             part = {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}
+            if job.behind is not None and ahead is not None:
+                then = Then(part["gradient"], job.numbers[slot])
+                states = {"remainder": None, **{kind: each for kind, each in part.items() if kind not in OLD_KINDS}}
+                states |= {"weight": part[OLD_WEIGHT], "gradient": part[OLD_GRADIENT]}
+                adamw_piece(**states, numbers=job.behind[slot], then=then, ahead=ahead[own])
+                continue
             update_part(slot, part, job.numbers[slot], job.factor, start - first_element(slot))
 
 
@@ -262,13 +275,20 @@ class Lane:
         for queue in queues.all:
             queues.follow(queue, queues.computing())
 
-    def expect(self, groups: Iterable[Group]) -> None:
-        """The groups whose updates come next, in order; their stored states do not change before. Only a prediction."""
+    def expect(self, groups: Iterable[Group], behind: Container[Group] = ()) -> None:
+        """The groups whose updates come next, in order; their stored states do not change before. Only a prediction.
+        ``behind``: those whose states lack a step.
+        """
         self._free.extend((filled.buffer, filled.arrived) for filled in self._ahead)
         self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(self._pieces(group, self._moved_states(group)))
+            olds = (OLD_WEIGHT, OLD_GRADIENT) if group in behind else ()
+            self._expected.extend(self._pieces(group, [*self._moved_states(group), *olds]))
+
+    def _source(self, group: Group, kind: str) -> Reservation:
+        """The range that is brought up for ``kind``."""
+        return self._storage.range(group, "gradient" if kind == OLD_GRADIENT else kind)
 
     def _is_resident(self, group: Group) -> bool:
         """Whether the group lives on level 0, with its states: they are changed where they are."""
@@ -299,7 +319,7 @@ class Lane:
         """Bring up what the next updates will need, as far as the ring has room. Never blocks."""
         while self._free and self._expected:
             wanted = self._expected[0]
-            sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
+            sources = {kind: self._source(wanted.group, kind) for kind in wanted.places}
             far: dict[str, Tensor] = {}
             if self._stage is not None and on_disk(sources):
                 staged = self._stage.ready(wanted.group, sources)
@@ -316,6 +336,8 @@ class Lane:
     def submit(self, job: LaneJob) -> LaneEnd:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
         kinds = [*self._moved_states(job.group), *(["weight"] if job.weight is None else [])]
+        if job.behind is not None:
+            kinds = [*self._moved_states(job.group), OLD_WEIGHT, OLD_GRADIENT]
         sources = {kind: job.sources[kind] for kind in kinds}
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
@@ -407,6 +429,10 @@ class Lane:
         queues, held = self._queues, {} if filled is None else filled.wanted.addresses(filled.buffer)
         if job.weight is not None:
             held["weight"] = job.weight.data_ptr() + bytes_of(job.group, "weight", piece.start)
+        elif job.behind is not None:
+            held["weight"] = held[OLD_WEIGHT]  # and no longer those
+        if job.gradient is not None and "gradient" in targets:
+            held["gradient"] = job.gradient.data_ptr() + bytes_of(job.group, "gradient", piece.start)
         self._compute(job, piece, filled, held)
         queues.follow(queues.states_out, queues.update)
         return self._move(job.group, piece, held, targets, far, (job, filled), up=False)
@@ -468,126 +494,3 @@ class Lane:
         self._queues.synchronize()
         if self._stage is not None:
             self._stage.drain()
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-TURN_BYTES = 256  # the first of a piece, copied by another stream
-
-
-@cache
-def lane_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Three queues and the two that yield, once a device: the allocator keeps a pool for every stream it has seen."""
-    return tuple(torch.cuda.Stream(device) for _ in range(5))
-
-
-def _recorded(stream: torch.cuda.Stream, **options: bool) -> torch.cuda.Event:
-    event = torch.cuda.Event(**options)
-    event.record(stream)
-    return event
-
-
-def _hold_back(stream: torch.cuda.Stream) -> None:
-    if delayed():
-        with torch.cuda.stream(stream):
-            transfer_delay("stream")
-
-
-class CudaQueues(Queues):
-    """Streams of ``device``. What is queued is launched at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.states_in, self.update, self.states_out, yield_in, yield_out = lane_streams(device)
-        streams = copy_streams(device)
-        self.gradients_out, self.loading = streams.d2h, (streams.h2d, streams.d2d)  # from RAM, or from level 0 itself
-        self._yields = {self.states_in: yield_in, self.states_out: yield_out}
-
-    def computing(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
-
-    def mark(self, queue: torch.cuda.Stream, *, long: bool = False) -> Transfer:
-        """See `Queues.mark`. A thread that waits for long sleeps, and wakes up to 0.5 ms late."""
-        return EventTransfer(_recorded(queue, blocking=long))
-
-    def run(self, queue: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(queue):
-            work()
-
-    def copy(self, queue: torch.cuda.Stream, copies: Copies, *memory: Any) -> Transfer:
-        """See `Queues.copy`; on the current device, after copies that other streams have ready.
-
-        A copy engine prefers the stream that it served last, even one that waits for events: the weights of the next
-        group waited 106 ms for the states of four. A copy by another stream between two of one stream's makes the
-        engine serve all in turn, for 12 us (docs/journal/offload.md): so the first bytes go through a separate stream.
-        The clock starts when the rest has its turn.
-        """
-        _hold_back(queue)
-        (target, source, num_bytes), *others = copies
-        first, other = min(num_bytes, TURN_BYTES), self._yields[queue]
-        other.wait_event(_recorded(queue))
-        _hold_back(other)
-        copy_async(target, source, first, other.cuda_stream)
-        queue.wait_event(_recorded(other))
-        if num_bytes > first:
-            others.insert(0, (target + first, source + first, num_bytes - first))
-        start, handle = _recorded(queue, enable_timing=True), queue.cuda_stream
-        for copy in others:
-            copy_async(*copy, handle)
-        return EventTransfer(_recorded(queue, enable_timing=True), start)
-
-
-def runs_of(job: LaneJob, piece: Piece) -> list[tuple[AdamWStep, int, int]]:
-    """(numbers, start, stop) of what one launch of AdamW updates: parameters of ``piece`` next to each other with equal
-    numbers, and the gaps between them.
-
-    A gap is padding of fewer than 256 elements, of whatever was there before: copies and a disk's checksums take it
-    along, all else goes by `Slot`, so that nobody minds what AdamW makes of it. A parameter whose last elements are
-    torch's scalar loop is the last of its launch, where the kernel has that loop; it begins at the same element as in a
-    launch of that parameter alone, because parameters and pieces start at multiples of torch's vectors.
-    """
-    found, tail_start, is_open = list[tuple[AdamWStep, int, int]](), torch_order().tail_start, False
-    for slot, start, stop in parts_of(job.group, piece):
-        numbers = job.numbers.get(slot)
-        if numbers is not None:
-            if is_open and numbers == found[-1][0]:
-                start = found.pop()[1]
-            found.append((numbers, start, stop))
-        is_open = numbers is not None and tail_start(stop - start) == stop - start
-    return found
-
-
-class CudaLane(Lane):
-    """`Lane` on streams, without a tensor for every piece: a group is dozens of copies and launches on the host."""
-
-    _queues: CudaQueues
-
-    def submit(self, job: LaneJob) -> LaneEnd:
-        with torch.cuda.device(self._queues.device):
-            if job.factor is not None:
-                job.factor.record_stream(self._queues.update)
-            return super().submit(job)
-
-    def pump(self) -> None:
-        with torch.cuda.device(self._queues.device):
-            super().pump()
-
-    def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
-        group, dtype = job.group, job.group.slots[0].dtype
-        if group.formats.packed or self._is_resident(group):
-            return super()._compute(job, piece, filled, held)
-        gradients = list[tuple[int, torch.dtype]]()  # the fresh one, which never left, first
-        if job.gradient is not None:
-            gradients.append((job.gradient.data_ptr() + bytes_of(group, "gradient", piece.start), dtype))
-        if job.gradient_kind is not None:
-            gradients.append((held[job.gradient_kind], element_type(job.gradient_kind, dtype)))
-        (gradient, gradient_dtype), (previous, previous_dtype) = [*gradients, (0, None)][:2]
-        assert gradient_dtype is not None, "a gradient is on level 0 or in host memory"
-        bases = (held["weight"], held.get("remainder", 0), held["exp_avg"], held["exp_avg_sq"], gradient, previous)
-        sizes = (dtype.itemsize, 2, 4, 4, gradient_dtype.itemsize, getattr(previous_dtype, "itemsize", 0))
-        factor = 0 if job.factor is None else job.factor.data_ptr()
-        for numbers, start, stop in runs_of(job, piece):
-            offset = start - piece.start
-            places = (base and base + offset * size for base, size in zip(bases, sizes, strict=True))
-            at = Addresses._make((*places, factor, 0))
-            adamw_at(at, stop - start, numbers, gradient_dtype, previous_dtype, self._queues.update)

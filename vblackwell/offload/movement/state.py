@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory, StaleTensor
+from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
@@ -300,12 +301,31 @@ class Job:
     hyper: Hyper
 
 
+Numbers = dict[Slot, AdamWStep]
+
+
+@dataclass(eq=False)
+class Behind:
+    """States of a group that lack its last step, which its weights have had.
+
+    A rollback is then nothing but the old weights: an update before its step makes the step that the states lack, for
+    good, and of its own the weights alone. So it takes 2 bytes a parameter, and 2 for a gradient that has to wait while
+    the next one comes, where shadows of everything take 12.
+    """
+
+    numbers: Numbers
+    kind: str = "gradient"  # the range that holds the step's gradient; the ``old_weight`` has what the states belong to
+
+
 @dataclass(eq=False)
 class EarlyUpdate:
     jobs: list[Job]
     steps: list[int]  # the jobs' before it
     shadows: Ranges | None  # what it writes; None: the group's own ranges, which is final
+    ahead: Numbers | None = None  # its numbers where it makes weights alone, and shadows are of them alone
+    behind: Behind | None = None  # what the group's states lack, which it makes then
     reads_until: Transfer | None = None  # until then it reads the gradient on level 0; None: it does not
+    lands: Transfer | None = None  # with which the gradient is in storage, too; None: it is sent as others are
     earlier: Task | None = None  # the worker's last before it that touches the gradient
 
 
@@ -362,6 +382,7 @@ class GroupState:
     last_load: Transfer | None = None  # newest copy out of the weights in storage; over before the host overwrites them
     update_end: Any = None  # of the last update: the worker's task, or the `LaneEnd`; None: it was waited for
     early: EarlyUpdate | None = None  # in EARLY
+    behind: Behind | None = None
     gradient: GradientState = field(default_factory=GradientState)
 
     def to(self, phase: Phase) -> None:

@@ -209,6 +209,22 @@ class Storage:
         self._ranges[key] = reservation
         return old
 
+    def exchange(self, group: Group, kind: str, other: str) -> None:
+        """Make the range of ``kind`` that of ``other``, of the same size, and the other way round."""
+        keys = (group.index, kind), (group.index, other)
+        self._ranges[keys[0]], self._ranges[keys[1]] = self._ranges[keys[1]], self._ranges[keys[0]]
+
+    def add(self, group: Group, kind: str) -> None:
+        """Reserve a range that nothing has planned, in RAM; InsufficientMemory where it has no room in one piece."""
+        name = f"{self._name}/{group.name}/{kind}"
+        self._ranges[group.index, kind] = self.stack.reserve(name, group.size_of(kind), self.plan.staging_level)
+
+    def drop(self, group: Group, kind: str) -> None:
+        """End of `add`."""
+        reservation = self._ranges.pop((group.index, kind))
+        self.ledger.forget(reservation)
+        self.stack.unreserve(reservation)
+
     def __contains__(self, key: tuple[Group, str]) -> bool:
         return (key[0].index, key[1]) in self._ranges
 
