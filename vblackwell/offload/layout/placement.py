@@ -4,10 +4,11 @@ On a GPU, updates run on level 0 for most groups: a CPU's update is what makes o
 states pass the link in about the time of its backward. The CPU gets a share. Without a GPU the host updates all but
 8-bit moments, which are updated on level 0 everywhere.
 
-The share. An update on level 0 costs the link `STATE_BYTES` a parameter up, one on the host the CPU's AdamW; forward
-and backward bring up ``pass_bytes`` of every parameter, twice its weight less what stays. All is done together when
+The share. An update on level 0 costs the link ``states`` bytes a parameter up, `STATE_BYTES`, or `BEHIND_BYTES` where
+RAM has no room for shadows of all; one on the host costs the CPU's AdamW; forward and backward bring up ``pass_bytes``
+of every parameter, twice its weight less what stays. All is done together when
 
-    (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
+    (pass_bytes + (1 - share) * states) / link = share / cpu
 
 with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
 has `OVERLAP` of a step: from the first gradient to the next forward. Of the CPU's rate `IN_STEP` of what is measured
@@ -64,8 +65,10 @@ BUFFER_BYTES = 144 * MiB
 MIN_BUFFERS, MAX_BUFFERS = 4, 24
 
 STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
+BEHIND_BYTES = STATE_BYTES + 4  # with the weight and gradient of the step that states lack
+ROOMY_BYTES = 22  # of RAM a parameter: 14, and for one half, updated on level 0, shadows of 12, for the other 4
 LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.8
-MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
+MIN_SHARE, MAX_SHARE = 0.02, 0.6  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
@@ -182,7 +185,7 @@ def place_streamed(
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
     able = groups if options.formats.packed else whole
-    on_level0 = groups_on_level0(able, options, measured)
+    on_level0 = groups_on_level0(able, options, measured, link_bytes(groups, levels))
     on_gpu = level.kind == "gpu"
     ring = ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
     largest = max((group.num_bytes for group in whole if group.trainable()), default=0)
@@ -290,7 +293,9 @@ def _weight_bytes(groups: Iterable[Group]) -> int:
 # -- where AdamW runs --------------------------------------------------------------------------------------------------
 
 
-def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
+def groups_on_level0(
+    groups: Sequence[Group], options: StreamingOptions, measured: Measured | None, states: int = STATE_BYTES
+) -> list[Group]:
     """Those of ``groups``, in the order of the forward, that are updated on level 0: as asked, for 'auto' so many that
     link and CPU are busy alike by ``measured`` rates. Unsupported: 'device', and one cannot be updated there.
     """
@@ -305,7 +310,7 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
     if update == "auto" and any(group.formats.packed for group in groups):
         update = "device"
     if update == "auto" and measured is not None:
-        update = share_of_all(groups, options, measured)
+        update = share_of_all(groups, options, measured, states)
     if isinstance(update, str):
         return able if update == "device" else []
     on_host = _on_host(able, update)
@@ -318,19 +323,27 @@ def _able_on_level0(groups: Iterable[Group]) -> list[Group]:
     return [group for group in groups if group.trainable() and group.uniform and group.slots[0].dtype in types]
 
 
-def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: Measured) -> float:
+def link_bytes(groups: Sequence[Group], levels: Sequence[LevelSpace]) -> int:
+    """Bytes a parameter that an update on level 0 brings up: more where RAM has no room for shadows of all."""
+    free = next((level.free_bytes for level in levels[1:] if level.kind == "ram"), 0)
+    return STATE_BYTES if free >= ROOMY_BYTES * sum(map(num_elements, groups)) else BEHIND_BYTES
+
+
+def share_of_all(
+    groups: Sequence[Group], options: StreamingOptions, measured: Measured, states: int = STATE_BYTES
+) -> float:
     """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
     kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()
-    return round(part * share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes)), 2)
+    return round(part * share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes), states), 2)
 
 
-def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
+def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES, states: int = STATE_BYTES) -> float:
     """The share, 0 to `MAX_SHARE`, for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see above)."""
     link *= LINK_USE
-    share = OVERLAP * (pass_bytes + STATE_BYTES) / link / (STATE_BYTES / link + 1 / cpu)
+    share = OVERLAP * (pass_bytes + states) / link / (states / link + 1 / cpu)
     return 0.0 if share < MIN_SHARE else min(round(share, 2), MAX_SHARE)
 
 
