@@ -299,9 +299,10 @@ def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):
 
 def test_the_turn_comes_before_more_weights(small):
     """Without rollback the first groups get their states onto level 0 before other weights stay,
-    and steps are shorter for it.
+    and steps that wait for the link are shorter for it.
     """
-    roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB))
+    links = {name: getattr(H200, name) / 2 for name in ("up", "down", "up_both", "down_both")}
+    roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB), rates=replace(H200, **links))
     sized, kept = roomier.predict(choice(update=0.3))
     assert 0 < sized.resident_bytes < sized.level0_bytes
     assert sized.weight_bytes >= 6 * small.groups(sized)[1].num_bytes

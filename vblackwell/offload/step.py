@@ -126,8 +126,7 @@ class StepControl(Mover):
             return None
         if adding and not (buffer.is_whole() and self.gradients.has_all_on_host(group)):
             return None  # some parameters have earlier gradients, others not: the worker sorts that out
-        waits = self._places[group] is self.host_updates or (self.level0 and group in self.level0.deferred)
-        return None if waits else self._start_early(group, buffer.bytes)
+        return None if self._places[group] is self.host_updates else self._start_early(group, buffer.bytes)
 
     def _may_start_early(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced.
@@ -207,7 +206,7 @@ class StepControl(Mover):
             with suppress(InsufficientMemory):  # in one piece
                 for kind in old_kinds(group, on_host=self._places[group] is self.host_updates):
                     self._storage.add(group, kind)
-                    self._old_bytes += group.size_of(kind)
+                    self._old_bytes += self._storage.range(group, kind).extent.held_bytes
         if self.level0 is not None and not self.level0.groups.isdisjoint(behind):
             self.level0.compile_ahead(behind=True)
         self.host_updates.shadows.bring_pages(reversed(shadowed))

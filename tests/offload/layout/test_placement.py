@@ -16,7 +16,6 @@ from vblackwell.offload.layout.placement import (
     StreamedPlacement,
     StreamingOptions,
     checkpoints_ahead,
-    deferred_groups,
     early_groups,
     may_be_behind,
     pass_bytes,
@@ -69,15 +68,6 @@ def test_what_lives_on_level0_asks_nobody():
     # Of the other eight, two stay loaded.
     few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)
     assert few == round(0.8 * share_for(*in_step, 3.0), 2)
-
-
-def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():
-    groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
-    levels = spaces([GiB, GiB], on_gpu=True)
-    waiting = deferred_groups(groups, StoragePlan.empty(levels, [1], groups))
-    assert waiting and waiting == groups[: -1 - len(waiting) : -1]
-    assert deferred_groups(groups, StoragePlan.empty(levels, [1], groups, resident=groups[:1])) == []
-    assert deferred_groups(groups, StoragePlan.empty(spaces([GiB, GiB], on_gpu=False), [1], groups)) == []
 
 
 def test_a_slow_cpu_gets_nothing():

@@ -72,7 +72,7 @@ def forecast_step(
     gradients = found.gradient_ranges(trainable, micro_batches, undo=undo)
     storage = found.storage.with_ranges(gradients + moment_ranges(trainable))
     behind, shadowed = found.early(storage, micro_batches) if undo else ([], [])
-    early = {*behind, *shadowed} if undo else {g for g in trainable if g not in found.deferred and g.all_trainable()}
+    early = {*behind, *shadowed} if undo else {group for group in trainable if group.all_trainable()}
     deferred = [group for group in trainable if group not in early]
     lanes = _plan(model, found, storage, deferred, behind, seconds, input_bytes, micro_batches, host_norms)
     return StepForecast(_table(found, storage, behind, shadowed), replace(lanes, stores_gradients=undo))

@@ -70,7 +70,6 @@ ROOMY_BYTES = 22  # of RAM a parameter: 14, and for one half, updated on level 0
 LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.8
 MIN_SHARE, MAX_SHARE = 0.02, 0.6  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
-DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
 # Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead.
 MAX_LOCKED = 4
@@ -136,11 +135,6 @@ class StreamedPlacement:
         return [group for group in self.groups if group.trainable()]
 
     @cached_property
-    def deferred(self) -> list[Group]:
-        """See `deferred_groups`."""
-        return deferred_groups(self.on_level0, self.storage)
-
-    @cached_property
     def sent_twice(self) -> set[Group]:
         """Sliced groups of several modules, each of which sends its gradient: a half of it is none to update from."""
         uses = Counter(group for site in self.sites for group in site.groups)
@@ -151,7 +145,7 @@ class StreamedPlacement:
         the step, or can be rolled back, which takes the gradient; without it an update on level 0 that follows its
         backward at once uses up the last gradient there, and of two micro-batches the sum as well.
         """
-        at_once = set(self.on_level0) - set(self.slice_rows) - set(self.deferred)
+        at_once = set(self.on_level0) - set(self.slice_rows)
         late = [group for group in groups if undo or group not in at_once or not group.all_trainable()]
         held = groups if micro_batches > 1 else late
         sums = held if micro_batches > 2 else late if micro_batches == 2 else [g for g in late if g in self.sent_twice]
@@ -161,8 +155,7 @@ class StreamedPlacement:
         """Those groups that are updated before their step, as far as there is room for a rollback where all of
         ``storage`` is placed: whose states stay a step behind, and that have shadows.
         """
-        waiting = {*self.deferred, *self.sent_twice}
-        groups = [group for group in self.trainable if group.all_trainable() and group not in waiting]
+        groups = [group for group in self.trainable if group.all_trainable() and group not in self.sent_twice]
         able = [g for g in groups if micro_batches == 1 and g not in self.slice_rows and may_be_behind(g, storage)]
         return early_groups(groups, able, self.on_level0, storage)
 
@@ -367,22 +360,6 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
         if taken + num_elements(group) / 2 <= wanted * seen / total:
             found.append(group)
             taken += num_elements(group)
-    return found
-
-
-def deferred_groups(groups: Sequence[Group], storage: StoragePlan) -> list[Group]:
-    """The last of ``groups``, `DEFERRED_SHARE` of their elements: their updates on a GPU wait for the next forward,
-    where the link has only weights to bring. It costs 4 bytes a parameter. None without a GPU, or where some groups
-    live on level 0.
-    """
-    if storage.levels[0].kind != "gpu" or any(group.index in storage.resident for group in groups):
-        return []
-    left, found = DEFERRED_SHARE * sum(map(num_elements, groups)), []
-    for group in reversed(groups):
-        if left < num_elements(group) / 2:
-            break
-        left -= num_elements(group)
-        found.append(group)
     return found
 
 

@@ -63,8 +63,6 @@ class DeviceUpdates(Mover):
         self._lane = kind(self._stack, self._storage, memory, count, queues, self._worker)
         self._device = self._stack.level0_device
         self._on_gpu = self._device.type == "cuda"
-        # Updated under the next forward even where they could be right after their backward.
-        self.deferred = set(found.deferred)
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
         self._max_locked = found.max_locked
         self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
