@@ -7,7 +7,7 @@ packed as (group, view) and read again when backward needs them; hooks that were
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -145,6 +145,8 @@ class Offload:
         self.weights, self.gradients = control.weights, control.gradients
         self.host_updates, self.level0 = control.host_updates, control.level0
         self.used = UsedParameters(self, _weakly(self._take_gradient))
+        if control.graphs is not None:
+            control.graphs.places = _weakly(self._places_of_gradients)
         self._handles: list[Any] = []
         self._entered = _Entered()
         self._thread = threading.get_ident()
@@ -293,6 +295,18 @@ class Offload:
             return packed.unchanged()
         with self.lock:
             return self.step_control.unpack(packed)
+
+    def _places_of_gradients(self, params: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Where gradients of the used ``params`` of one group, about to be made, are taken without a copy; empty where
+        somebody else sees them, or they are not ours.
+        """
+        slots: list[Slot | None] = [None if param is None else vars(param).get("_vb_slot") for param in params]
+        ours = [slot for slot in slots if slot is not None and slot.group in self.states]
+        seen = [p for p in params if p is not None and (p._backward_hooks or len(p._post_accumulate_grad_hooks) != 1)]
+        if seen or not ours or len(ours) < len(slots):
+            return ()
+        with self.lock:
+            return self.step_control.places_of_gradients(ours)
 
     def _take_gradient(self, param: Tensor) -> None:
         slot: Slot = param.__dict__["_vb_slot"]

@@ -11,7 +11,7 @@ group's ranges, or, if every backward is followed by its step (``undo=False``), 
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -97,6 +97,13 @@ class StepControl(Mover):
             self.scale_stored(group)
         if self.level0 is not None:
             self.level0.expect_backward(after_step=self._clips_again)
+
+    def places_of_gradients(self, slots: Sequence[Slot]) -> Sequence[Tensor]:
+        """See `GradientCollector.places`; empty where ``slots`` are of several groups, or are cut."""
+        if len({slot.group for slot in slots}) != 1 or slots[0].group in self._found.slice_rows:
+            return ()
+        self.before_gradient(slots[0].group)
+        return self.gradients.places(slots)
 
     def take_gradient(self, slot: Slot) -> None:
         self.before_gradient(slot.group)

@@ -107,8 +107,20 @@ class _Layer(torch.autograd.Function):
             if kind is None or dy.dtype != x.dtype or not lies_as_usual(dy):
                 gradients = ctx.passes.gradients(ctx.foreign, dy, x, weights)
             else:
-                gradients = ctx.graphs.gradients(kind, ctx.passes, ctx.foreign, dy, x, weights)
+                gradients = ctx.graphs.gradients(kind, ctx.passes, ctx.foreign, dy, x, weights, partial(_leaves, ctx))
         return None, None, None, *gradients
+
+
+def _leaves(ctx: Any) -> list[Tensor | None]:
+    """Parameters among the weights whose gradients are about to be added to theirs; none where somebody else gets
+    them (`torch.autograd.grad`)."""
+    nodes: list[Any] = [node for node, _ in ctx.next_functions[1:]]  # of tensors that are not None, the input first
+    will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+    try:
+        are_added = [type(node).__name__ == "AccumulateGrad" and will_run(node) for node in nodes]
+    except RuntimeError:  # torch does not tell it of a leaf whose gradient was asked for
+        return []
+    return [node.variable if is_added else None for node, is_added in zip(nodes, are_added, strict=True)]
 
 
 def _versions(foreign: Foreign) -> list[int]:

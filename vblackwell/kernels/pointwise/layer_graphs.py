@@ -129,11 +129,19 @@ class _Graphs:
         return self._output().clone()
 
     def gradients(
-        self, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+        self,
+        foreign: Foreign,
+        dy: Tensor,
+        x: Tensor,
+        weights: Sequence[Tensor | None],
+        places: Sequence[Tensor | None] = (),
     ) -> list[Tensor | None]:
+        """In the ``places`` of weights that are not None, where they are given."""
         self._fill(foreign, x, weights, dy)
-        given = self._gradients()
-        found = [None if each is None else torch.empty_like(each) for each in given]
+        given, free = self._gradients(), iter(places)
+        into = [None, *(None if each is None else next(free, None) for each in weights)]
+        pairs = zip(given, into, strict=True)
+        found = [None if each is None else torch.empty_like(each) if at is None else at for each, at in pairs]
         _copy_all([a for a in found if a is not None], [b for b in given if b is not None])
         return found
 
@@ -194,6 +202,8 @@ class LayerGraphs:
         # By kind of foreign layers the number of their weights; None where they draw numbers or keep something.
         self.alone: dict[Hashable, int | None] = {}
         self.declined = ""  # why there are none, or no more
+        # Whose gradients go elsewhere in the end tells here where: they are written there at once.
+        self.places: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None] | None] = lambda leaves: None
 
     @property
     def about(self) -> str:
@@ -255,15 +265,24 @@ class LayerGraphs:
         return y
 
     def gradients(
-        self, kind: Hashable, passes: Passes, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
+        self,
+        kind: Hashable,
+        passes: Passes,
+        foreign: Foreign,
+        dy: Tensor,
+        x: Tensor,
+        weights: Sequence[Tensor | None],
+        leaves: Callable[[], Sequence[Tensor | None]] = lambda: (),
     ) -> Sequence[Tensor | None]:
+        """``leaves``: of the weights that are not None, parameters whose gradients are added to theirs, or None."""
+        places = (self.places(leaves()) if kind in self._graphs else None) or ()  # before the lock: others have it last
         with self._lock:
             if kind in self._wanted:
                 self._wanted.discard(kind)
                 self._capture(kind, passes, foreign, dy, x, weights)
             found = self._graphs.get(kind)
             if found is not None:
-                return found.gradients(foreign, dy, x, weights)
+                return found.gradients(foreign, dy, x, weights, places)
         launched = self._step[kind]
         begun = launched.begin()
         gradients = passes.gradients(foreign, dy, x, weights)

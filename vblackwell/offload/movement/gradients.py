@@ -138,19 +138,40 @@ class GradientCollector(Mover):
         if buffer is not None and slot in buffer.slots:  # a second part of the same backward (reentrant checkpoint)
             self._send_unfinished(buffer)
             buffer = None
-        if buffer is None:
-            self._wait_for_place()
-            with torch.inference_mode(False):
-                group, what = slot.group, f"{slot.group.name}/gradient"
-                reservation = self._budget.reserve(
-                    what, group.num_bytes, self.end_oldest, self._budget.drop_weights, self._budget.free_any
-                )
-                buffer = GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
-            self.filling[group] = buffer
-        with torch.no_grad():
-            slot.view(buffer.bytes).copy_(gradient)
+        buffer = buffer or self._open(slot.group)
+        target = slot.view(buffer.bytes)
+        if target.data_ptr() != gradient.data_ptr():  # else `places` had told
+            with torch.no_grad():
+                target.copy_(gradient)
         buffer.slots[slot] = None
         return buffer if buffer.is_whole() else None
+
+    def _open(self, group: Group) -> GradientBuffer:
+        self._wait_for_place()
+        with torch.inference_mode(False):
+            reservation = self._budget.reserve(
+                f"{group.name}/gradient",
+                group.num_bytes,
+                self.end_oldest,
+                self._budget.drop_weights,
+                self._budget.free_any,
+            )
+            buffer = GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
+        self.filling[group] = buffer
+        return buffer
+
+    def places(self, slots: Sequence[Slot]) -> list[Tensor]:
+        """Where the gradients of ``slots`` of one group, which are about to be made, will lie; `take` finds them there.
+        Empty where some of them came already, or are being made: a layer that is used twice has two, added later.
+        """
+        buffer = self.filling.get(slots[0].group)
+        if buffer is not None and (buffer.closed or not buffer.promised.isdisjoint(slots)):
+            return []
+        if buffer is not None and not buffer.slots.keys().isdisjoint(slots):
+            return []
+        buffer = buffer or self._open(slots[0].group)
+        buffer.promised.update(slots)
+        return [slot.view(buffer.bytes) for slot in slots]
 
     def _wait_for_place(self) -> None:
         free_until(lambda: len(self.in_flight) < self._max_in_flight, self.end_oldest)
@@ -280,7 +301,7 @@ class GradientCollector(Mover):
         if not self.in_flight and not self._end_oldest_stay():
             # What has waited longest for the rest of its gradients is sent without it: there may be none, as for
             # experts that got no token.
-            waiting = next((buffer for buffer in self.filling.values() if not buffer.closed), None)
+            waiting = next((buffer for buffer in self.filling.values() if buffer.may_be_sent()), None)
             if waiting is not None:
                 self._send_unfinished(waiting)
         return self.in_flight.free_oldest(current_stream(self._stack.level0_device))

@@ -350,7 +350,12 @@ class GradientBuffer:
     bytes: Tensor
     expected: int  # counted once: groups of experts have hundreds
     slots: dict[Slot, None] = field(default_factory=dict)
+    promised: set[Slot] = field(default_factory=set)  # whose gradients are being made in it
     closed: bool = False
+
+    def may_be_sent(self) -> bool:
+        """Whether it is open, and none of its gradients is being made in it."""
+        return not self.closed and self.promised <= self.slots.keys()
 
     def is_whole(self) -> bool:
         """Whether every parameter that wants a gradient has one in it."""
