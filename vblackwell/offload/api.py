@@ -145,7 +145,7 @@ def enable_vgpu_stack_optimization(
             accelerate_causal_lm(model, loss="training")
         source = ModelSource(model, initialize)
         stack.measure_host_memory()
-        Level0Budget.drop_idle_weights(stack)
+        Level0Budget.drop_idle(stack)
         needed = bytes_when_resident(model, compute_dtype, options.formats)
         level, device, on_gpu = stack.levels[0], stack.level0_device, stack.level0_device.type == "cuda"
         free = level.capacity_bytes - level.used_bytes

@@ -27,7 +27,7 @@ from vblackwell.offload.layout.placement import (
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore
-from vblackwell.offload.movement.state import GroupState, Level0Budget, Shared, Worker
+from vblackwell.offload.movement.state import GroupState, Level0Budget, Shared, Worker, reserve
 from vblackwell.offload.movement.weights import PackedView, SavedTensor
 from vblackwell.offload.parameters import (
     SiteHook,
@@ -138,7 +138,7 @@ class Offload:
         self._found, self._slice_rows = found, found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
-        budget = Level0Budget(stack, storage)
+        self._budget = budget = Level0Budget(stack, storage)
         self.lock = budget.lock
         shared = Shared(name, stack, found.groups, storage, self.worker, self.states, budget)
         self.step_control = control = StepControl(shared, found)
@@ -190,7 +190,7 @@ class Offload:
             keep(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
 
     def _free_spare(self) -> bool:
-        """Give the memory of shadows that are not in use back to its level; False if there is none."""
+        """See `StepControl.free_spare`."""
         with self.lock:
             return self.step_control.free_spare()
 
@@ -415,7 +415,9 @@ class Offload:
         # What parameters that are added later will need, too: host memory through which that spills is not given back.
         rest = [group for group in self.groups if group.trainable() and group not in groups]
         now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
-        self.storage.reserve(now + fresh, [pair for pair in then + moment_ranges(rest) if pair not in self.storage])
+        later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]
+        with self.lock:
+            reserve(lambda: self.storage.reserve(now + fresh, later), self._budget.free_host)
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()

@@ -9,12 +9,10 @@ the weights alone, of states that stay a step behind (`Behind`), or write into `
 group's ranges, or, if every backward is followed by its step (``undo=False``), into the ranges themselves.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,6 +71,8 @@ class StepControl(Mover):
         self._clipped = False
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
+        self._may_undo = set[Group]()  # groups that have room for a rollback
+        self._has_asked = self._gave_up = False  # for it; some of it since the last step
         self._old_bytes = 0  # for states that are a step behind
 
     # -- signals from the model ----------------------------------------------------------------------------------------
@@ -170,12 +170,16 @@ class StepControl(Mover):
     def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
         """Update ``group`` now, on level 0 from the ``gradient`` there; None if there is no memory for a rollback."""
         undo, place, state = self.source.undo, self._places[group], self._states[group]
+        if undo:
+            self._make_room()
         ahead = undo and self._looks_ahead(group, gradient)
-        if undo and not ahead and group not in self._shadowed:
+        if undo and not ahead and group not in self._may_undo:
             return None
         with defer_sigint():
             if place is self.host_updates:
                 place.wait(group)  # the worker counts its steps
+            if state.behind is not None and state.behind.task is not None:  # somebody stopped waiting for it
+                self.settle([group])
             if ahead:
                 shadows: Ranges | None = {"weight": self._storage.range(group, OLD_WEIGHT)}
             else:
@@ -201,23 +205,20 @@ class StepControl(Mover):
             state.to(Phase.EARLY)
         return early
 
-    @cached_property
-    def _shadowed(self) -> set[Group]:
-        """Groups whose shadows have room. Asked when gradients and states are placed and a forward has run; others get
-        room for states that are a step behind.
-        """
+    def _make_room(self) -> None:
+        """For rollbacks, when gradients and states are placed and a forward has run; once, or when all was given up."""
+        if self._has_asked:
+            return
         # What is set aside for checkpoints' inputs is taken by them at this time.
         plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)), set_aside_bytes=0)
         behind, shadowed = self._found.early(plan, self.source.accumulation_steps)
-        for group in reversed(behind):  # in the order of backward
-            with suppress(InsufficientMemory):  # in one piece
-                for kind in old_kinds(group, on_host=self._places[group] is self.host_updates):
-                    self._storage.add(group, kind)
-                    self._old_bytes += self._storage.range(group, kind).extent.held_bytes
         if self.level0 is not None and not self.level0.groups.isdisjoint(behind):
             self.level0.compile_ahead(behind=True)
+        self._has_asked = True
+        for group in reversed(behind):  # in the order of backward
+            self._add_old_ranges(group)
+        self._may_undo = {*behind, *shadowed}
         self.host_updates.shadows.bring_pages(reversed(shadowed))
-        return set(shadowed)
 
     # -- states that are a step behind ---------------------------------------------------------------------------------
 
@@ -225,48 +226,66 @@ class StepControl(Mover):
         """Whether an update of ``group`` before its step makes the weights alone: from one whole gradient, on level 0
         (``gradient``) or in storage.
         """
-        on_host, found = self._places[group] is self.host_updates, self._shadowed is not None
-        ranges = [self._storage.range(group, kind) for kind in OLD_KINDS if found and (group, kind) in self._storage]
-        if len(ranges) < len(old_kinds(group, on_host=on_host)) or not all(each.is_resident for each in ranges):
+        ranges = [self._storage.range(group, kind) for kind in OLD_KINDS if (group, kind) in self._storage]
+        if not ranges or not all(each.is_resident for each in ranges):
             return False
-        if on_host:
+        if self._places[group] is self.host_updates:
             return self._states[group].gradient.kind == "gradient"
         return gradient is not None and not self.gradients.has_all_on_host(group)
 
+    def _add_old_ranges(self, group: Group) -> None:
+        """What states of ``group`` need to be a step behind: all or, where there is no room in one piece, nothing."""
+        added = list[str]()
+        try:
+            for kind in old_kinds(group, on_host=self._places[group] is self.host_updates):
+                self._storage.add(group, kind)
+                added.append(kind)
+        except InsufficientMemory:
+            for kind in added:
+                self._storage.drop(group, kind)
+        self._old_bytes += sum(self._storage.range(group, kind).extent.held_bytes for kind in added)
+
+    @defer_sigint()
     def _keep_last_gradient(self, group: Group, anew: bool) -> None:
         """The range of a gradient, which may be that of the step that states lack, will change, or be ``anew``."""
-        state = self._states[group]
-        behind = state.behind
-        if behind is None or behind.kind == OLD_GRADIENT:
+        behind = self._states[group].behind
+        if behind is None or behind.gradient is not self._storage.range(group, "gradient"):
             return
         if (group, OLD_GRADIENT) in self._storage and anew:
             self._storage.exchange(group, "gradient", OLD_GRADIENT)
-            behind.kind = OLD_GRADIENT
         else:
             self.settle([group])
 
     def settle(self, groups: Iterable[Group]) -> None:
         """Return when the states of ``groups``, of which none is updated early, lack no step that came."""
-        behind = [group for group in groups if self._states[group].behind is not None]
-        for group in behind:
+        found = [(group, behind) for group in groups if (behind := self._states[group].behind) is not None]
+        for group, behind in found:
             self._places[group].wait(group)
-        for task in [self.host_updates.settle(group) for group in behind]:
-            task.wait()
+            self.host_updates.begin_settling(group, behind)
+        for group, behind in found:  # lacking it until it is made, whatever ends this wait
+            assert behind.task is not None
+            behind.task.wait()
+            self._states[group].behind = None
 
     def free_spare(self) -> bool:
-        """Give up host memory that updates before their step have for a rollback and do not need now; False if there is
-        none.
+        """Give up some host memory that updates before their step have for a rollback and do not need now; False if
+        there is none.
         """
         if self.level0 is not None and self.level0.free_shadows():
             return True
-        idle = [each for each in self._groups if (each, OLD_WEIGHT) in self._storage and not self._states[each].early]
-        self.settle(idle)
-        if idle and self.level0 is not None:
+        held = (group for group in reversed(self._groups) if (group, OLD_WEIGHT) in self._storage)
+        idle = next((group for group in held if self._states[group].early is None), None)
+        if idle is None:
+            return False
+        self.settle([idle])
+        if self.level0 is not None:
             self.level0.forget_ahead()
-        for group, kind in itertools.product(idle, OLD_KINDS):
-            if (group, kind) in self._storage:
-                self._storage.drop(group, kind)
-        return bool(idle)
+        for kind in OLD_KINDS:
+            if (idle, kind) in self._storage:
+                self._storage.drop(idle, kind)
+        self._may_undo.discard(idle)
+        self._gave_up = True
+        return True
 
     def _keep(self, group: Group) -> None:
         state = self._states[group]
@@ -491,6 +510,9 @@ class StepControl(Mover):
         self.num_steps += 1
         self.num_rolled_back += self._rolled_back
         self._rolled_back = False
+        if self._gave_up and not self._may_undo:
+            self._has_asked = False
+        self._gave_up = False
         if self._spare is not None:
             self._spare.end_step()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.nn.convert.test_causal_lm import batch, build
 from tests.nn.convert.test_fused_modules_lean import FAMILIES, checkpointed, family, on_the_cpu, wanted  # noqa: F401
-from tests.nn.convert.test_layer_graphs import MUCH, accelerated, fused, graphed, step  # noqa: F401
+from tests.nn.convert.test_layer_graphs import MUCH, accelerated, fused, graphed, step  # noqa: F401 - and a fixture
 from tests.offload.conftest import make_stack  # noqa: F401
 from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
@@ -67,7 +67,7 @@ def test_gradients_of_graphs_are_made_where_a_stream_takes_them(name, shared, fu
 
 
 @on_the_cpu
-def test_gradients_that_are_asked_for_get_no_place(fused):
+def test_gradients_that_are_asked_for_get_no_place(fused):  # noqa: F811
     """`torch.autograd.grad` gives them away: they must not be what somebody takes bytes from."""
     model, asked = accelerated("Llama"), list[Any]()
     graphs = graphed(model, **batch())

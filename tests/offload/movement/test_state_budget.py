@@ -87,5 +87,5 @@ def test_a_model_may_be_enabled_while_others_are_asked_to_give_way(make_stack: M
     for budget in budgets:
         budget.drop_weights = enable
     assert not budgets[0].free_any() and len(come) == 2
-    Level0Budget.drop_idle_weights(stack)
+    Level0Budget.drop_idle(stack)
     assert len(come) == 5

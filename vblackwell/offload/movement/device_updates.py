@@ -92,13 +92,14 @@ class DeviceUpdates(Mover):
             first = [group for group in self._groups if group in able and group not in self._sliced]
             self.staying = [group for group in first if group.trainable()][: self._max_locked]
             expected = self.staying if after_step else [self._groups[index] for index in self._trace.last_pass]
-            self._lane.expect(expected, {group for group in expected if self._states[group].behind is not None})
+            behind = {group: found.gradient for group in expected if (found := self._states[group].behind) is not None}
+            self._lane.expect(expected, behind)
             self._lane.pump()
 
     def commit(self, group: Group, early: EarlyUpdate) -> None:
         if early.ahead is not None:
             self._storage.exchange(group, "weight", OLD_WEIGHT)
-            self._states[group].behind = Behind(early.ahead)
+            self._states[group].behind = Behind(early.ahead, self._storage.range(group, "gradient"))
         elif early.shadows is not None:
             self.shadows.give_back(self.shadows.swap(group, early.shadows))  # in the lane's order
 
@@ -155,6 +156,7 @@ class DeviceUpdates(Mover):
                 LaneJob(group, numbers, sources, targets, weight, gradient, kind, factor, state.last_load, behind)
             )
         except BaseException:
+            self._worker.broken |= early is not None and early.behind is not None  # as where it fails later
             if loaded is None:
                 state.version -= 1
             else:  # some of it may be updated
@@ -181,11 +183,13 @@ class DeviceUpdates(Mover):
             return own.copy(), own
         if early.ahead is None:
             return own.copy(), early.shadows
+        self._gradients.reserve_range(group, adding=False)
+        self._gradients.wait_idle(group)
         gradient = {"gradient": self._storage.range(group, "gradient")}
         if early.behind is None:
             return own.copy(), early.shadows | gradient
         # The last gradient has come up, a piece at a time, before this one takes its place.
-        olds = {OLD_WEIGHT: early.shadows["weight"], OLD_GRADIENT: gradient["gradient"]}
+        olds = {OLD_WEIGHT: early.shadows["weight"], OLD_GRADIENT: early.behind.gradient}
         return own | olds, own | early.shadows | gradient
 
     def end_oldest(self) -> bool:
@@ -295,6 +299,8 @@ class DeviceUpdates(Mover):
                 end.stored.wait()
             except Exception:
                 state.update_end = None
+                # In its middle some of the states have had the step that all lacked.
+                self._worker.broken |= state.behind is not None
                 raise
             state.update_end = None  # not where an interrupt came: the next caller must wait as well
             self._storage.in_flight.discard(end.stored)

@@ -22,7 +22,7 @@ from vblackwell.kernels.optimizer.cpu import Sum
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
-from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.offload.layout.groups import GRADIENTS, Group, Slot
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
     GradientBuffer,
@@ -114,9 +114,10 @@ class GradientCollector(Mover):
         return self._states[group].gradient
 
     def _held(self, group: Group) -> GradientState:
-        """What the worker will find in host memory when it has done what is queued."""
-        state = self._state(group)
-        return replace(state, slots=state.slots.copy(), task=None)
+        """What the worker will find in host memory when it has done what is queued, and where."""
+        state, kinds = self._state(group), [kind for kind in GRADIENTS if (group, kind) in self._storage]
+        ranges = {kind: self._storage.range(group, kind) for kind in kinds}
+        return replace(state, slots=state.slots.copy(), ranges=ranges, task=None)
 
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Task:
         self._state(group).measured = None
@@ -209,7 +210,7 @@ class GradientCollector(Mover):
             if not final and lands is None:
                 self.before_change(group, not adding)
             if not final:
-                self._reserve_range(group, adding)
+                self.reserve_range(group, adding)
             if final:
                 self._free_after(readers, buffer.reservation)
             elif adding:
@@ -219,7 +220,8 @@ class GradientCollector(Mover):
                 transfer = lands or self._stack.write(self._storage.range(group, "gradient"), buffer.bytes)
                 under_way.append(transfer)
                 landing = self._later(self._land, group, transfer, arriving=transfer)
-                if not isinstance(transfer, EventTransfer):  # the next copy may overtake it, as none does on a stream
+                # The next copy may overtake it, as none does on its stream; what an update brings waits for that one.
+                if not isinstance(transfer, EventTransfer):
                     state.task = landing
                 state.kind = "gradient"
                 if stays:
@@ -283,7 +285,7 @@ class GradientCollector(Mover):
         under_way = list[Transfer]()
         # Next to the group's range, which holds the sum so far.
         self._summing.sweep()
-        free_some = self.in_flight.free_oldest, self._summing.free_oldest, self._budget.free_spare
+        free_some = self.in_flight.free_oldest, self._summing.free_oldest, self._budget.free_host
         incoming = reserve(lambda: self._storage.take_host("incoming", reservation.num_bytes), *free_some)
         try:
             transfer = self._stack.write(incoming, fresh)
@@ -306,7 +308,8 @@ class GradientCollector(Mover):
                 self._send_unfinished(waiting)
         return self.in_flight.free_oldest(current_stream(self._stack.level0_device))
 
-    def _reserve_range(self, group: Group, adding: bool) -> None:
+    def reserve_range(self, group: Group, adding: bool) -> None:
+        """Reserve what the group's gradient needs below level 0, or, if it is ``adding`` to one, their sum."""
         kinds = ["gradient", *(["accumulated"] if adding and not group.is_fp32 else [])]
         if all((group, kind) in self._storage for kind in kinds):
             return
@@ -314,7 +317,7 @@ class GradientCollector(Mover):
         free_until(lambda: not self._summing, self._summing.free_oldest)
         # The other sums will follow: where they spill, the host memory that they pass through is taken first.
         later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
-        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._budget.free_spare)
+        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._budget.free_host)
 
     def wait_idle(self, group: Group) -> None:
         """Return when the worker is done with the group's range: a copy into it goes past the worker's order."""
@@ -331,7 +334,7 @@ class GradientCollector(Mover):
         """A gradient of ``slot`` is about to arrive in slices, to be added to an earlier one if there is one."""
         group, state = slot.group, self._state(slot.group)
         adding = bool(state.slots)
-        self._reserve_range(group, adding)
+        self.reserve_range(group, adding)
         if not adding:
             self.wait_idle(group)
         elif state.kind != sum_kind(group):
@@ -404,12 +407,13 @@ class GradientCollector(Mover):
     def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
         self.before_change(group, factor is None and self._state(group).slots.keys() <= set(slots))
-        state, held = self._state(group), self._held(group)
+        state = self._state(group)
         self._end_stay(group)
         for slot in slots:
             state.level0_norms.pop(slot, None)
         if factor is not None:
-            self._reserve_range(group, adding=True)
+            self.reserve_range(group, adding=True)
+        held = self._held(group)
         state.task = self._later(self._scale, group, held, slots, factor)
         if factor is not None:
             state.kind = sum_kind(group)
@@ -447,8 +451,8 @@ class GradientCollector(Mover):
     def _sum(self, group: Group, held: GradientState, fresh: dict[Slot, Tensor]) -> None:
         """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
         kind = sum_kind(group)
-        narrow = None if held.kind == kind else self._storage.open(group, "gradient")
-        summed, sums = self._storage.open(group, kind, load=narrow is None), list[Sum]()
+        narrow = None if held.kind == kind else self._storage.open_at(held.ranges["gradient"], "gradient")
+        summed, sums = self._storage.open_at(held.ranges[kind], kind, load=narrow is None), list[Sum]()
         for slot in held.slots | dict.fromkeys(fresh):
             target, addend = flat_of(slot, summed, kind), fresh.get(slot)
             if slot not in held.slots:
@@ -457,12 +461,12 @@ class GradientCollector(Mover):
                 sums.append(Sum(target, None if narrow is None else slot.flat(narrow), addend))
         with torch.no_grad(), torch.profiler.record_function("sums of gradients on the host"):
             cpu.add_up(sums)
-        self._storage.store(group, kind, summed)
+        self._storage.store_at(held.ranges[kind], summed)
 
     def _measure(self, group: Group, held: GradientState) -> None:
         missing = [slot for slot in held.slots if slot not in held.norms]
         if missing:
-            flat = self._storage.open(group, held.kind)
+            flat = self._storage.open_at(held.ranges[held.kind], held.kind)
             for slot in missing:
                 held.norms[slot] = self._norm(flat_of(slot, flat, held.kind))
 
@@ -487,9 +491,9 @@ class GradientCollector(Mover):
         if factor is not None and kind != sum_kind(group):  # zero is zero in any type
             self._sum(group, held, {})
             kind = sum_kind(group)
-        flat = self._storage.open(group, kind)
+        flat = self._storage.open_at(held.ranges[kind], kind)
         for slot in slots:
             values = flat_of(slot, flat, kind)
             values.zero_() if factor is None else values.mul_(factor)
             held.norms.pop(slot, None)
-        self._storage.store(group, kind, flat)
+        self._storage.store_at(held.ranges[kind], flat)

@@ -16,7 +16,7 @@ from vblackwell.kernels.optimizer import cpu
 from vblackwell.kernels.optimizer.adamw import CHUNK, AdamWStep, Then
 from vblackwell.kernels.optimizer.cpu import New, States, Update
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.groups import MOMENTS, OLD_WEIGHT, Group, Slot
+from vblackwell.offload.layout.groups import MOMENTS, OLD_GRADIENT, OLD_WEIGHT, Group, Slot
 from vblackwell.offload.movement.state import (
     Behind,
     EarlyUpdate,
@@ -86,7 +86,7 @@ class HostUpdates(Mover):
             assert early.shadows is not None
             return self.shadows.swap(group, early.shadows)
         self._storage.exchange(group, "weight", OLD_WEIGHT)
-        self._states[group].behind = Behind(early.ahead)
+        self._states[group].behind = Behind(early.ahead, self._storage.range(group, "gradient"))
         return None
 
     def _take_back(self, group: Group, early: EarlyUpdate, old: Ranges | None) -> Ranges | None:
@@ -140,8 +140,8 @@ class HostUpdates(Mover):
         self._weights.invalidate(group)
         state, own, forgiven = self._states[group], self._storage.own_ranges(group), self._worker.forgiven[group.index]
         if early is not None and early.ahead is not None:
-            kinds = OLD_WEIGHT, state.gradient.kind, *([] if early.behind is None else [early.behind.kind])
-            own |= {kind: self._storage.range(group, kind) for kind in kinds}
+            own |= {kind: self._storage.range(group, kind) for kind in (OLD_WEIGHT, "gradient")}
+            own |= {} if early.behind is None else {OLD_GRADIENT: early.behind.gradient}
         update = _Update(group, jobs, own, early, state.gradient.kind, factor, state.last_load, forgiven)
         try:
             task = self._worker.submit(self._update, update, group=group.index, postponable=True)
@@ -161,7 +161,7 @@ class HostUpdates(Mover):
                 update.load.wait()  # a stream that waits is not enough: the host writes what the copy reads
             self.apply(update)
         except BaseException:
-            self._worker.broken |= update.shadows is None  # else the ranges are what they were
+            self._worker.broken |= update.shadows is None  # else the ranges are what they were, or `_look_ahead` knows
             raise
         return True
 
@@ -172,25 +172,29 @@ class HostUpdates(Mover):
         if update.exception() is not None or not update.result():
             self._worker.broken = True
             old = self._take_back(group, early, old)
+            if early.behind is not None:  # at once: what it needs may be written to next
+                self._settle(self._ranges_to_settle(group, early.behind), early.behind)
+                self._states[group].behind = None
         self.shadows.give_up(old or {})
 
-    def settle(self, group: Group) -> Task:
-        """Make the step that the states of ``group`` lack: its weights have had it."""
-        state = self._states[group]
-        behind = state.behind
-        assert behind is not None
-        state.behind = None
-        ranges = self._storage.own_ranges(group)
-        ranges |= {kind: self._storage.range(group, kind) for kind in (OLD_WEIGHT, behind.kind)}
-        return self._worker.submit(self._settle, group, ranges, behind, group=group.index)
+    @defer_sigint()
+    def begin_settling(self, group: Group, behind: Behind) -> None:
+        """Queue the step that the states of ``group`` lack: its weights have had it."""
+        if behind.task is None:
+            ranges = self._ranges_to_settle(group, behind)
+            behind.task = self._worker.submit(self._settle, ranges, behind, group=group.index)
 
-    def _settle(self, group: Group, ranges: Ranges, behind: Behind) -> None:
+    def _ranges_to_settle(self, group: Group, behind: Behind) -> Ranges:
+        old = {OLD_WEIGHT: self._storage.range(group, OLD_WEIGHT), OLD_GRADIENT: behind.gradient}
+        return self._storage.own_ranges(group) | old
+
+    def _settle(self, ranges: Ranges, behind: Behind) -> None:
         try:
             opened = {kind: self._storage.open_at(each, kind) for kind, each in ranges.items()}
             made = list[Update]()
             for slot, numbers in behind.numbers.items():
                 states = _states(slot, {**opened, "weight": opened[OLD_WEIGHT]}, whole=False)
-                made.append(Update(states, states, slot.flat(opened[behind.kind]), None, numbers))
+                made.append(Update(states, states, slot.flat(opened[OLD_GRADIENT]), None, numbers))
             cpu.update(made)
             self._store(ranges, opened)
         except BaseException:
@@ -201,18 +205,19 @@ class HostUpdates(Mover):
         for kind in ranges.keys() & {OLD_WEIGHT, "remainder", *MOMENTS}:
             self._storage.store_at(ranges[kind], opened[kind])
 
-    def _look_ahead(self, update: _Update, ahead: Numbers, behind: Behind | None) -> None:
+    def _look_ahead(self, update: _Update, early: EarlyUpdate, ahead: Numbers) -> None:
         """Make the step that the states lack, if there is one, and of the one that may come the weights."""
+        behind = early.behind
         opened, made = {kind: self._storage.open_at(each, kind) for kind, each in update.own.items()}, list[Update]()
         for job in update.jobs:
             slot, numbers = job.slot, ahead[job.slot]
             job.step.add_(1)
-            states, fresh = _states(slot, opened, whole=False), slot.flat(opened[update.gradient_kind])
+            states, fresh = _states(slot, opened, whole=False), slot.flat(opened["gradient"])
             weight = slot.flat(opened[OLD_WEIGHT])
             if behind is None:
                 made.append(Update(New(weight), states, fresh, None, numbers))
             else:
-                states, earlier = states._replace(weight=weight), slot.flat(opened[behind.kind])
+                states, earlier = states._replace(weight=weight), slot.flat(opened[OLD_GRADIENT])
                 made.append(Update(states, states, earlier, None, behind.numbers[slot], Then(fresh, numbers)))
         began = time.perf_counter()
         try:
@@ -220,6 +225,7 @@ class HostUpdates(Mover):
                 cpu.update(made)
         except BaseException:
             self._worker.broken |= behind is not None  # whose states are changed where they are
+            early.behind = None  # some have had that step
             raise
         count = sum(job.slot.num_elements for job in update.jobs)
         self._storage.stack.add_update(count, time.perf_counter() - began)
@@ -227,7 +233,7 @@ class HostUpdates(Mover):
 
     def apply(self, update: _Update) -> None:
         if update.early is not None and update.early.ahead is not None:
-            self._look_ahead(update, update.early.ahead, update.early.behind)
+            self._look_ahead(update, update.early, update.early.ahead)
             return
         storage, shadows = self._storage, update.shadows
         opened, old = {kind: storage.open_at(each, kind) for kind, each in update.own.items()}, dict[str, Tensor]()

@@ -14,7 +14,7 @@ silent.
 import ctypes
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,7 +141,14 @@ class WorkerQueues(Queues):
         return DoneTransfer() if task is None else _WorkerMark([task])
 
     def run(self, queue: WorkerQueue, work: Callable[[], None]) -> None:
-        queue.last = self._worker.submit(work)
+        queue.last = self._worker.submit(self._run, work)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException:
+            self._worker.broken = True  # what was queued behind it goes on
+            raise
 
     def copy(self, queue: WorkerQueue, copies: Copies, *memory: Any) -> Transfer:
         def work(kept: list[Any]) -> None:
@@ -236,13 +243,13 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None
         if flat is not None:
             start, stop = (bytes_of(group, kind, end) for end in (piece.start, piece.stop))
             values[kind] = flat[start:stop].view(element_type(kind, dtype))
-    ahead = values.pop("weight", values.get(OLD_WEIGHT)) if job.behind is not None else None
+    ahead = values.pop("weight", values.get(OLD_WEIGHT)) if job.behind else None
     for slot, start, stop in parts_of(group, piece):
         if slot in job.numbers:
             own = slice(start - piece.start, stop - piece.start)
             scales = slice(own.start // SCALE_BLOCK, -(-own.stop // SCALE_BLOCK))
             part = {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}
-            if job.behind is not None and ahead is not None:
+            if job.behind and ahead is not None:
                 then = Then(part["gradient"], job.numbers[slot])
                 states = {"remainder": None, **{kind: each for kind, each in part.items() if kind not in OLD_KINDS}}
                 states |= {"weight": part[OLD_WEIGHT], "gradient": part[OLD_GRADIENT]}
@@ -268,6 +275,7 @@ class Lane:
         self._free: deque[tuple[Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
+        self._behind: Mapping[Group, Reservation] = {}
         self._stored: dict[int, Transfer] = {}
         self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
         # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
@@ -275,20 +283,21 @@ class Lane:
         for queue in queues.all:
             queues.follow(queue, queues.computing())
 
-    def expect(self, groups: Iterable[Group], behind: Container[Group] = ()) -> None:
-        """The groups whose updates come next, in order; their stored states do not change before. Only a prediction.
-        ``behind``: those whose states lack a step.
+    def expect(self, groups: Iterable[Group], behind: Mapping[Group, Reservation] | None = None) -> None:
+        """The groups whose updates come next, in order. Only a prediction: what changes meanwhile is brought up again.
+        ``behind``: the gradients of steps that states lack.
         """
+        self._behind = behind or {}
         self._free.extend((filled.buffer, filled.arrived) for filled in self._ahead)
         self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            olds = (OLD_WEIGHT, OLD_GRADIENT) if group in behind else ()
+            olds = OLD_KINDS if group in self._behind else ()
             self._expected.extend(self._pieces(group, [*self._moved_states(group), *olds]))
 
     def _source(self, group: Group, kind: str) -> Reservation:
         """The range that is brought up for ``kind``."""
-        return self._storage.range(group, "gradient" if kind == OLD_GRADIENT else kind)
+        return self._behind[group] if kind == OLD_GRADIENT else self._storage.range(group, kind)
 
     def _is_resident(self, group: Group) -> bool:
         """Whether the group lives on level 0, with its states: they are changed where they are."""
@@ -337,7 +346,7 @@ class Lane:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
         kinds = [*self._moved_states(job.group), *(["weight"] if job.weight is None else [])]
         if job.behind is not None:
-            kinds = [*self._moved_states(job.group), OLD_WEIGHT, OLD_GRADIENT]
+            kinds = [*self._moved_states(job.group), *OLD_KINDS]
         sources = {kind: job.sources[kind] for kind in kinds}
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
@@ -359,6 +368,8 @@ class Lane:
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
             queues.follow(queues.states_in, queues.gradients_out)  # it is on its way out there
+        if "gradient" in targets:
+            queues.follow(queues.states_out, queues.gradients_out)  # where the last one left by
         if job.last_load is not None:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``

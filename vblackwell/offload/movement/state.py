@@ -308,13 +308,14 @@ Numbers = dict[Slot, AdamWStep]
 class Behind:
     """States of a group that lack its last step, which its weights have had.
 
-    A rollback is then nothing but the old weights: an update before its step makes the step that the states lack, for
-    good, and of its own the weights alone. So it takes 2 bytes a parameter, and 2 for a gradient that has to wait while
-    the next one comes, where shadows of everything take 12.
+    A rollback is then the old weights: an update before its step makes the step that the states lack, for good, and of
+    its own the weights alone. That takes 2 bytes a parameter, and 2 for a gradient that waits while the next one comes,
+    where shadows of everything take 12.
     """
 
     numbers: Numbers
-    kind: str = "gradient"  # the range that holds the step's gradient; the ``old_weight`` has what the states belong to
+    gradient: Reservation  # of the step; the range ``old_weight`` has what the states belong to
+    task: Task | None = None  # of the worker, which makes the step
 
 
 @dataclass(eq=False)
@@ -369,6 +370,7 @@ class GradientState:
     slots: dict[Slot, None] = field(default_factory=dict)  # that have one in host memory, or on the way there
     # The range that holds it when the worker has done what is queued, in compute type; or "accumulated", the fp32 sum.
     kind: str = "gradient"
+    ranges: Ranges = field(default_factory=dict)  # by kind, when a task is queued, which runs later
     task: Task | None = None  # the worker's last that touches the gradient's range
     level0_norms: dict[Slot, Tensor] = field(default_factory=dict)  # that were taken there
     measured: Task | None = None  # the worker's task that takes the others, if the gradient has not changed since
@@ -527,18 +529,18 @@ class Level0Budget:
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
         self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
-        self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
+        self.free_spare: FreeSome = lambda: False  # host memory that rollbacks keep and do not need now
         self._stack, self._storage = stack, storage
         with self.lock:  # whose holders go through all
             self._all.add(self)
 
     @classmethod
-    def drop_idle_weights(cls, stack: VGPUStack) -> None:
-        """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
+    def drop_idle(cls, stack: VGPUStack) -> None:
+        """Let the models that stream through ``stack`` give up what they keep for speed, on level 0 and in RAM."""
         lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
         with lock:
             for budget in list(budgets):
-                free_until(lambda: False, budget.end_update, budget.drop_weights)
+                free_until(lambda: False, budget.end_update, budget.drop_weights, budget.free_spare)
 
     def reserve(
         self, what: str, num_bytes: int, *free_some: FreeSome, fits: Callable[[], bool] = lambda: True
@@ -576,6 +578,11 @@ class Level0Budget:
             or self.end_update()
             or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in others)
         )
+
+    def free_host(self) -> bool:
+        """Let the stack's models, this one first, give up some host memory that they do not need; False if none has."""
+        others = [budget for budget in self._all if budget is not self]
+        return any(budget.free_spare() for budget in (self, *others))
 
 
 class Shared(NamedTuple):

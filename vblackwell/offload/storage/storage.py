@@ -216,7 +216,7 @@ class Storage:
 
     def add(self, group: Group, kind: str) -> None:
         """Reserve a range that nothing has planned, in RAM; InsufficientMemory where it has no room in one piece."""
-        name = f"{self._name}/{group.name}/{kind}"
+        name = f"{self._name}/{group.name}/{kind}#{next(self._serial)}"  # `exchange` leaves names where they are
         self._ranges[group.index, kind] = self.stack.reserve(name, group.size_of(kind), self.plan.staging_level)
 
     def drop(self, group: Group, kind: str) -> None:
