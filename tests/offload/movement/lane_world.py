@@ -3,18 +3,23 @@
 With the lane runs the plainest reference: whole groups, one after the other, in separate memory. Memory that a
 job gives back is filled with garbage as soon as its transfers say that it may be. What lies between parameters is
 nobody's, and not compared.
+
+Groups that are in RAM may be a step behind (`movement.state.Behind`): an update before its step makes the step that
+their states lack, and of its own the weights alone. The reference has whole states all the time.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tests.offload.movement.adversary import PAGE, Adversary, LateContinuations, LateDisk, LateQueues
+from vblackwell.errors import InsufficientMemory, KeyClash
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.host import HostLevel
@@ -22,6 +27,8 @@ from vblackwell.memory.level import DeviceLevel, Transfer
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import (
     EXACT,
+    OLD_GRADIENT,
+    OLD_WEIGHT,
     Formats,
     Group,
     Piece,
@@ -47,7 +54,7 @@ class Setting:
     """What a world is made of.
 
     ``in_ram``: the share of the bytes below level 0 that the host level holds. ``host_writes``: chance that the host
-    changes a range.
+    changes a range. ``behind``: chance that an update is one before its step whose states stay a step behind.
     """
 
     dtype: torch.dtype = torch.float32
@@ -58,6 +65,7 @@ class Setting:
     eagerness: float = 0.5
     host_writes: float = 0.1
     lane: type[Lane] = Lane
+    behind: float = 0.0
 
 
 @dataclass(eq=False)
@@ -72,11 +80,12 @@ class Load:
 
 @dataclass(eq=False)
 class Open:
-    """An update whose step has not come."""
+    """An update whose step has not come; ``ahead``: its numbers, where it made weights alone and has no shadows."""
 
     group: Group
     shadows: Ranges
     after: Bytes
+    ahead: AdamWStep | None = None
 
 
 def same_parameters(group: Group, kind: str, flat: torch.Tensor, other: torch.Tensor) -> bool:
@@ -119,7 +128,12 @@ class World:
         self.loads: list[Load] = []
         self.last_load: dict[Group, Transfer] = {}
         self.open: dict[Group, Open] = {}
+        self.behind: dict[Group, AdamWStep] = {}  # the numbers of the step that states lack
+        self.gradients: dict[Group, torch.Tensor] = {}  # what is stored of that step, or of one that may come
         self.step = 0
+        self.made = {"first": 0, "both": 0, "settled": 0, "dropped": 0}  # updates by kind, of states that stay behind
+        if setting.behind:
+            self._add_old_weights()
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -164,6 +178,52 @@ class World:
         update_piece(job, Piece(0, num_elements(group)), arrived)
         return arrived
 
+    # -- states that are a step behind -------------------------------------------------------------------------------
+
+    def _add_old_weights(self) -> None:
+        """Room for a rollback, of those groups that are in RAM."""
+        for group in self.groups:
+            kinds = ("weight", "gradient", *self.storage.states_of(group))
+            in_ram = all(self.storage.range(group, kind).view() is not None for kind in kinds)
+            if in_ram and not group.formats.packed and (group, OLD_WEIGHT) not in self.storage:
+                with suppress(InsufficientMemory, KeyClash):  # its name is that of what was exchanged for it
+                    self.storage.add(group, OLD_WEIGHT)
+
+    def _looks_ahead(self, group: Group) -> bool:
+        can = (group, OLD_WEIGHT) in self.storage and self.storage.range(group, OLD_WEIGHT).view() is not None
+        return can and self.chance.random() < self.setting.behind
+
+    def settle(self, group: Group) -> None:
+        """The host makes the step that states lack: their weights have had it."""
+        numbers = self.behind.pop(group, None)
+        if numbers is None:
+            return
+        self.made["settled"] += 1
+        self.ends[group].stored.wait()
+        kinds = [OLD_WEIGHT, *self.storage.states_of(group)]
+        opened = {kind: self.storage.open(group, kind) for kind in kinds}
+        held = {"weight": opened[OLD_WEIGHT], **{kind: opened[kind] for kind in kinds[1:]}}
+        gradient = self.storage.open(group, "gradient")
+        job = LaneJob(group, dict.fromkeys(group.slots, numbers), {}, {}, gradient=gradient)
+        update_piece(job, Piece(0, num_elements(group)), held)
+        for kind, flat in opened.items():
+            self.storage.store(group, kind, flat)
+        del self.gradients[group]
+
+    def drop_old_weights(self) -> None:
+        """The memory for rollbacks is wanted for something else, for a while."""
+        idle = [each for each in self.groups if (each, OLD_WEIGHT) in self.storage and each not in self.open]
+        for group in idle:
+            self.settle(group)
+        self.lane.expect(())
+        self.lane.drain()
+        for group in idle:
+            view = self.storage.range(group, OLD_WEIGHT).view()
+            if view is not None:
+                view.fill_(GARBAGE)
+            self.storage.drop(group, OLD_WEIGHT)
+            self.made["dropped"] += 1
+
     # -- what a model does -------------------------------------------------------------------------------------------
 
     def load(self, group: Group) -> Load:
@@ -184,17 +244,30 @@ class World:
         self.last_load[group] = transfer
         return load
 
-    def update(self, group: Group, *, final: bool, late: bool) -> None:
-        """An update after the group's backward, or ``late``: from the gradient on the host."""
+    def update(self, group: Group, *, final: bool, late: bool, ahead: bool = False) -> None:
+        """An update after the group's backward, or ``late``: from the gradient on the host. ``ahead``: it makes the
+        step that states lack, and of its own the weights alone.
+        """
+        if not ahead:
+            self.settle(group)
         self.step += 1
         numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=self.step)
         values = self._values(group.num_bytes, "gradient")
         kinds = ("weight", *self.storage.states_of(group))
         sources = {kind: self.storage.range(group, kind) for kind in kinds}
-        shadows = None if final else self.shadows.take(group, kinds)
+        shadows = None if final or ahead else self.shadows.take(group, kinds)
         targets = shadows or dict(sources)
+        lacked = self.behind.get(group)
+        if ahead:
+            old, stored = (self.storage.range(group, kind) for kind in (OLD_WEIGHT, "gradient"))
+            targets = {**({} if lacked is None else sources), "weight": old, "gradient": stored}
+            if lacked is not None:
+                sources |= {OLD_WEIGHT: old, OLD_GRADIENT: stored}
+            self.made["first" if lacked is None else "both"] += 1
         load = self.load(group) if self.chance.random() < 0.6 else None
         job = LaneJob(group, dict.fromkeys(group.slots, numbers), sources, targets, last_load=self.last_load.get(group))
+        if lacked is not None:
+            job.behind = dict.fromkeys(group.slots, lacked)
         if load is not None:
             job.weight = load.buffer
             self.loads.remove(load)
@@ -214,12 +287,15 @@ class World:
             self.shadows.give_back(shadows or {})
             raise
         if job.gradient is not None:
-            self._spoil_after(end.computed, job.gradient)
+            self._spoil_after(end.weights if ahead else end.computed, job.gradient)  # it goes to storage, too
         if job.weight is not None:
             self._spoil_after(end.stored, job.weight)
         after = self._after(group, self.truth[group], values, numbers)
         self.ends[group] = end
-        if shadows is None:
+        if ahead:
+            self.gradients[group] = values
+            self.open[group] = Open(group, {}, after, numbers)
+        elif shadows is None:
             self.truth[group] = after
         else:
             self.open[group] = Open(group, shadows, after)
@@ -257,14 +333,32 @@ class World:
 
     def confirm(self, group: Group) -> None:
         waiting = self.open.pop(group)
-        self.shadows.give_back(self.shadows.swap(group, waiting.shadows))
+        if waiting.ahead is None:
+            self.shadows.give_back(self.shadows.swap(group, waiting.shadows))
+        else:
+            self.storage.exchange(group, "weight", OLD_WEIGHT)
+            self.behind[group] = waiting.ahead
         self.truth[group] = waiting.after
 
     def roll_back(self, group: Group) -> None:
         self.ends[group].stored.wait()
-        self.shadows.give_back(self.open.pop(group).shadows)
+        waiting = self.open.pop(group)
+        if waiting.ahead is None:
+            self.shadows.give_back(waiting.shadows)
+        else:  # the step that states lacked is made
+            self.behind.pop(group, None)
+            self.gradient_is_stored(group)
+            del self.gradients[group]
+
+    def gradient_is_stored(self, group: Group) -> None:
+        """That of an update before its step is in storage when its weights are."""
+        if group in self.gradients:
+            self.ends[group].weights.wait()
+            stored = self.storage.open(group, "gradient")
+            assert same_parameters(group, "gradient", stored, self.gradients[group]), (group.name, self.step)
 
     def host_writes(self, group: Group) -> None:
+        self.settle(group)
         kind = self.chance.choice(["weight", *self.storage.states_of(group)])
         if group in self.ends:
             self.ends[group].stored.wait()
@@ -274,6 +368,8 @@ class World:
 
     def host_reads(self, group: Group) -> None:
         """What is stored is what the reference has."""
+        self.gradient_is_stored(group)
+        self.settle(group)
         if group in self.ends:
             self.ends[group].stored.wait()
         for kind, expected in self.truth[group].items():
@@ -290,18 +386,20 @@ class World:
                 self.chance.shuffle(order)
             if self.chance.random() < 0.7:
                 expected = list(order) if self.chance.random() < 0.8 else self.chance.sample(order, len(order))
-                self.lane.expect(expected)
+                self.lane.expect(expected, self.behind.keys())
                 self.lane.pump()
             final, skipped = self.chance.random() < 0.5, self.chance.random() < 0.3
             for group in order:
-                if self.chance.random() < 0.9:
+                if self.setting.behind and self._looks_ahead(group):
+                    self.update(group, final=False, late=False, ahead=True)
+                elif self.chance.random() < 0.9:
                     self.update(group, final=final, late=skipped and self.chance.random() < 0.5)
                 self.something()
             for group in list(self.open):
                 self.confirm(group) if self.chance.random() < 0.7 else self.roll_back(group)
             self.adversary.wander()
             for group in self.groups:
-                if self.chance.random() < 0.3:
+                if self.chance.random() < (0.05 if group in self.behind else 0.3):
                     self.update(group, final=True, late=True)
                 if self.chance.random() < 0.3:
                     self.load(group)
@@ -317,6 +415,14 @@ class World:
             self.host_reads(self.chance.choice(closed))
         if closed and self.chance.random() < self.setting.host_writes:
             self.host_writes(self.chance.choice(closed))
+        if self.setting.behind:
+            if self.open and self.chance.random() < 0.1:
+                self.gradient_is_stored(self.chance.choice(list(self.open)))
+            chance = self.chance.random()
+            if chance < 0.01:
+                self.drop_old_weights()
+            elif chance < 0.1:
+                self._add_old_weights()
         self.adversary.wander()
 
     def finish(self) -> None:

@@ -5,6 +5,7 @@ and disks that break.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -20,9 +21,9 @@ from hypothesis import strategies as st
 from tests.offload.movement.adversary import PAGE, Adversary, LateChain, LateQueues
 from tests.offload.movement.lane_world import Setting, World
 from vblackwell.errors import DiskError, InsufficientMemory
-from vblackwell.kernels.optimizer.adamw import adamw_piece
+from vblackwell.kernels.optimizer.adamw import Then, adamw_piece
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, Transfer
-from vblackwell.offload.layout.groups import EXACT, Formats
+from vblackwell.offload.layout.groups import EXACT, Formats, Group
 from vblackwell.offload.movement import lane_cuda as lane_module
 from vblackwell.offload.movement.lane import Lane
 from vblackwell.offload.movement.lane_cuda import CudaLane
@@ -39,7 +40,7 @@ def worker() -> Iterator[Worker]:
     made.close(lambda: None)
 
 
-def run_world(seed: int, setting: Setting, worker: Worker) -> World:
+def run_world(seed: int, setting: Setting, worker: Worker, steps: int = 4) -> World:
     try:
         world = World(seed, setting, worker)
     except (
@@ -47,7 +48,7 @@ def run_world(seed: int, setting: Setting, worker: Worker) -> World:
     ):  # what is left of so little RAM is in pieces that are too small for a set: a refusal in its right
         assume(setting.in_ram >= 2.0)  # where everything fits it would be a fault
         raise
-    world.run(4)
+    world.run(steps)
     return world
 
 
@@ -66,9 +67,10 @@ FORMS = [
     in_ram=st.sampled_from([0.4, 0.6, 0.8, 2.0]),
     buffers=st.integers(1, 4),
     eagerness=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+    behind=st.sampled_from([0.0, 0.5, 0.9]),
 )
-def test_every_order_gives_the_same_bits(worker, seed, form, num_groups, in_ram, buffers, eagerness):
-    setting = Setting(*form, num_groups=num_groups, in_ram=in_ram, buffers=buffers, eagerness=eagerness)
+def test_every_order_gives_the_same_bits(worker, seed, form, num_groups, in_ram, buffers, eagerness, behind):
+    setting = Setting(*form, num_groups, in_ram, buffers, eagerness, behind=behind)
     run_world(seed, setting, worker).close()
 
 
@@ -80,13 +82,17 @@ def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
         return torch.frombuffer(memory, dtype=dtype)
 
     def adamw_at(at, num_elements, numbers, gradient, previous, stream, then) -> None:
-        assert at.factor == 0 and at.square_sums == 0 and then is None
+        assert at.factor == 0 and at.square_sums == 0 and (then is None or previous is None)
         weight = tensor(at.weight, num_elements, torch.bfloat16 if at.remainder else torch.float32)
         remainder = tensor(at.remainder, num_elements, torch.int16) if at.remainder else None
         moments = [tensor(address, num_elements, torch.float32) for address in (at.exp_avg, at.exp_avg_sq)]
         fresh = tensor(at.gradient, num_elements, gradient)
         earlier = tensor(at.previous, num_elements, previous) if previous is not None else None
-        stream.add(lambda: adamw_piece(weight, remainder, *moments, fresh, numbers, previous=earlier))
+        more = {"previous": earlier}
+        if then is not None:
+            after = Then(tensor(then.gradient, num_elements, gradient), then.numbers)
+            more |= {"then": after, "ahead": tensor(then.ahead, num_elements, weight.dtype)}
+        stream.add(lambda: adamw_piece(weight, remainder, *moments, fresh, numbers, **more))
 
     patch.setattr(lane_module, "adamw_at", adamw_at)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -101,12 +107,27 @@ def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
     in_ram=st.sampled_from([0.4, 0.8, 2.0]),
     buffers=st.integers(1, 4),
     eagerness=st.sampled_from([0.0, 0.5, 0.9]),
+    behind=st.sampled_from([0.0, 0.5, 0.9]),
 )
-def test_every_order_gives_the_same_bits_by_address(worker, seed, form, num_groups, in_ram, buffers, eagerness):
-    setting = Setting(*form, num_groups, in_ram, buffers, eagerness, lane=CudaLane)
+def test_every_order_gives_the_same_bits_by_address(worker, seed, form, num_groups, in_ram, buffers, eagerness, behind):
+    setting = Setting(*form, num_groups, in_ram, buffers, eagerness, lane=CudaLane, behind=behind)
     with pytest.MonkeyPatch.context() as patch:
         on_a_cpu(patch)
         run_world(seed, setting, worker).close()
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("lane", [Lane, CudaLane])
+def test_every_order_gives_the_same_bits_of_states_that_are_a_step_behind(lane, form, worker, monkeypatch):
+    on_a_cpu(monkeypatch)
+    made = Counter[str]()
+    for seed in range(16):
+        eagerness, behind = (0.0, 0.1, 0.5, 0.9)[seed % 4], 0.5 if seed % 3 else 0.9
+        setting = Setting(*form, 1 + seed % 5, 2.0, 1 + seed % 4, eagerness, 0.03, lane, behind)
+        world = run_world(seed, setting, worker, steps=8)
+        made.update(world.made)
+        world.close()
+    assert made["both"] > 40 and made["first"] > 80 and made["settled"] > 50 and made["dropped"] > 5, made
 
 
 class Refusing:
@@ -254,6 +275,58 @@ def test_a_missing_rule_shows(sabotage, first, worker, monkeypatch):
         try:
             run_world(seed, setting, worker)
         except (AssertionError, KeyError):  # other bytes, an early piece, or a deadlock
+            return
+    pytest.fail("nothing went wrong")
+
+
+def states_come_up_before_they_are_stored(patch: pytest.MonkeyPatch) -> None:
+    before = Lane._bring
+
+    def bring(self: Lane, *given: Any) -> Any:
+        self._stored.clear()
+        return before(self, *given)
+
+    patch.setattr(Lane, "_bring", bring)
+
+
+def settled_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
+    before = World.settle
+
+    def settle(self: World, group: Group) -> None:
+        end = self.ends.get(group)
+        if end is not None:
+            self.ends[group] = end._replace(stored=end.computed)
+        before(self, group)
+        if end is not None:
+            self.ends[group] = end
+
+    patch.setattr(World, "settle", settle)
+
+
+@pytest.mark.parametrize("lane", [Lane, CudaLane])
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        deaf("states_in"),
+        deaf("update"),
+        deaf("states_out"),
+        pieces_are_never_stale,
+        loads_are_not_ordered,
+        states_come_up_before_they_are_stored,
+        settled_before_it_is_stored,
+    ],
+    ids=lambda value: value.__qualname__.split(".")[0],
+)
+def test_a_missing_rule_shows_in_states_that_are_a_step_behind(sabotage, lane, worker, monkeypatch):
+    """Where every update can look ahead and all is in RAM: rules of the disk have no part in it."""
+    on_a_cpu(monkeypatch)
+    sabotage(monkeypatch)
+    for seed in range(60):
+        eagerness = (0.0, 0.1, 0.5, 0.9)[seed % 4]
+        setting = Setting(*FORMS[seed % 2], 1 + seed % 5, 2.0, 1 + seed % 4, eagerness, 0.1, lane, behind=1.0)
+        try:
+            run_world(seed, setting, worker, steps=6)
+        except (AssertionError, KeyError):
             return
     pytest.fail("nothing went wrong")
 
