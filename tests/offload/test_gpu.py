@@ -19,10 +19,12 @@ from tests.delay import set_transfer_delay
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.layout import placement as placement_module
 from vblackwell.offload.movement.lane import LaneEnd, LaneJob
 from vblackwell.offload.movement.lane_cuda import CudaLane
 from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
+from vblackwell.offload.state import export_state
 
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig(
@@ -270,3 +272,62 @@ def test_stress_with_delays_everywhere(
             release(model)
     assert runs[0] == runs[1]
     assert bool(stayed) or max_norm != 1e-2, "no gradient stayed on level 0"
+
+
+@pytest.mark.parametrize("redone", ["every", "some", "no"])
+@pytest.mark.parametrize(
+    ("update", "dtype"),
+    [("device", torch.bfloat16), ("device", None), ("host", torch.bfloat16), ("host", None), (0.4, torch.bfloat16)],
+)
+def test_stress_with_delays_of_states_that_are_a_step_behind(
+    update: str | float, dtype: torch.dtype | None, redone: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Speculation fails at every, some and no steps, against updates that all wait for their step. No group has
+    shadows, which it would have on level 0 wherever host memory has room for them.
+    """
+    monkeypatch.setattr(placement_module, "early_groups", lambda groups, able, *_: (list(able), []))
+    chance = random.Random(0)
+    clips = [redone == "every" or (redone == "some" and chance.random() < 0.5) for _ in range(20)]
+
+    def delay(kind: str = "thread") -> None:
+        if kind == "stream":
+            torch.cuda._sleep(chance.randrange(2_000_000))
+
+    torch.manual_seed(0)
+    initial = Decoder(CONFIG)
+    initial.gradient_checkpointing = True
+    runs = []
+    for early in (False, True):
+        losses, behind = list[float](), list[int]()
+        with gpu_stack(60) as stack:
+            model = enable_vgpu_stack_optimization(
+                copy.deepcopy(initial), stack, placement="streamed", compute_dtype=dtype, update=update
+            )
+            engine = offload_of(model)
+            engine.step_control.follow_clipping = False  # speculate on, whatever the last step was
+            optimizer = VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1e3, update_in_backward=early)
+            set_transfer_delay(delay if early else None)
+            set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if early else None)
+            try:
+                for step, clip in enumerate(clips):
+                    optimizer.max_grad_norm = 1e-2 if clip else 1e3
+                    tokens = torch.randint(4096, (4, 129), generator=torch.Generator().manual_seed(step)).cuda()
+                    loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+                    loss.backward()
+                    losses.append(loss.item())
+                    optimizer.step()
+                    behind.append(sum(state.behind is not None for state in engine.states.values()))
+                    optimizer.zero_grad()
+            finally:
+                set_transfer_delay(None)
+                set_worker_delay(None)
+            assert engine.summary()["rolled_back_steps"] == early * sum(clips)
+            held = {name: {key: each.clone() for key, each in found.items()} for name, found in export_state(model)}
+            release(model)
+        assert all(bool(count) == (early and not clip) for count, clip in zip(behind, clips, strict=True)), behind
+        runs.append((losses, held))
+    (losses, held), (early_losses, early_held) = runs
+    assert losses == early_losses
+    for name, found in held.items():
+        assert found.keys() == early_held[name].keys() and "exp_avg" in found
+        assert all(torch.equal(each, early_held[name][key]) for key, each in found.items()), name
