@@ -550,3 +550,49 @@ def test_delays_change_no_bit(
         if chance.random() < 0.15:
             pair.assert_weights()
     pair.assert_states()
+
+
+def test_a_sum_that_the_worker_has_yet_to_add_to_is_not_taken_for_another(twins: Callable[..., Twins]):
+    """Of fp32 gradients, one range holds sums, too: it becomes the last step's while what is added to it waits."""
+    pair, go = twins("host", torch.float32, host_kib=2048), threading.Event()
+    pair.backward(0)
+    pair.step_any(zero=False)
+    pair.zero_grad(set_to_none=False)
+    pair.engine.worker.drain()
+    pair.engine.worker.submit(go.wait, 60)
+    timer = threading.Timer(1.0, go.set)  # whatever waits for the worker goes on
+    timer.start()
+    pair.backward(1)  # is added to zeros
+    pair.step_any(zero=False)
+    pair.zero_grad(set_to_none=False)
+    go.set()
+    timer.cancel()
+    pair.backward(2)
+    pair.step_any()
+    pair.assert_states()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("copies", [4, 8])
+def test_an_update_that_is_refused_in_its_middle_is_not_made_again(
+    copies: int, dtype: torch.dtype, twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+):
+    """Some pieces have made the step that states lack by then, in storage: the model says so, or is right."""
+    pair = twins("device", dtype)
+    pair.steps(range(2))
+    queues, left = pair.engine.level0._lane._queues, iter(range(copies))
+    copy_pieces = queues.copy
+
+    def copy_some(*given: Any) -> Any:
+        return copy_pieces(*given) if next(left, None) is not None else refuse()
+
+    monkeypatch.setattr(queues, "copy", copy_some)
+    with pytest.raises(OSError, match="said no"):
+        loss_of(pair.model, 5).backward()
+    monkeypatch.setattr(queues, "copy", copy_pieces)
+    with suppress(StaleTensor):
+        pair.ours.zero_grad()
+        for seed in range(6, 8):
+            pair.backward(seed)
+            pair.step_any()
+        pair.assert_states()
