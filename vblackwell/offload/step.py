@@ -72,7 +72,7 @@ class StepControl(Mover):
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
         self._may_undo = set[Group]()  # groups that have room for a rollback
-        self._has_asked = self._gave_up = False  # for it; some of it since the last step
+        self._has_asked = False  # for it
         self._old_bytes = 0  # for states that are a step behind
 
     # -- signals from the model ----------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class StepControl(Mover):
         if undo:
             self._make_room()
         ahead = undo and self._looks_ahead(group, gradient)
-        if undo and not ahead and group not in self._may_undo:
+        if undo and not ahead and not (group in self._may_undo and self._sums_are_placed()):
             return None
         with defer_sigint():
             if place is self.host_updates:
@@ -204,6 +204,12 @@ class StepControl(Mover):
             state.early = early
             state.to(Phase.EARLY)
         return early
+
+    def _sums_are_placed(self) -> bool:
+        """Whether shadows take no memory that sums of gradients will need: all groups have theirs, or none has."""
+        exact = [group for group in self._found.trainable if not group.is_fp32]
+        have = [(group, "accumulated") in self._storage for group in exact]
+        return all(have) or not any(have)
 
     def _make_room(self) -> None:
         """For rollbacks, when gradients and states are placed and a forward has run; once, or when all was given up."""
@@ -241,8 +247,9 @@ class StepControl(Mover):
                 self._storage.add(group, kind)
                 added.append(kind)
         except InsufficientMemory:
-            for kind in added:
-                self._storage.drop(group, kind)
+            for kind, own in zip(added, ("weight", "gradient"), strict=False):
+                self._storage.drop(group, kind, own)
+            added.clear()
         self._old_bytes += sum(self._storage.range(group, kind).extent.held_bytes for kind in added)
 
     @defer_sigint()
@@ -268,23 +275,29 @@ class StepControl(Mover):
             self._states[group].behind = None
 
     def free_spare(self) -> bool:
-        """Give up some host memory that updates before their step have for a rollback and do not need now; False if
-        there is none.
+        """Give up some host memory that updates before their step have for a rollback, of one that is under way only
+        where there is no other; False if there is none.
         """
         if self.level0 is not None and self.level0.free_shadows():
             return True
-        held = (group for group in reversed(self._groups) if (group, OLD_WEIGHT) in self._storage)
-        idle = next((group for group in held if self._states[group].early is None), None)
-        if idle is None:
+        queueing = None if self.level0 is None else self.level0.queueing
+        held = [each for each in reversed(self._groups) if (each, OLD_WEIGHT) in self._storage and each is not queueing]
+        last = min(held, key=lambda group: self._states[group].early is not None, default=None)
+        if last is None:
             return False
-        self.settle([idle])
+        self.roll_back(last)
+        self.settle([last])
         if self.level0 is not None:
             self.level0.forget_ahead()
-        for kind in OLD_KINDS:
-            if (idle, kind) in self._storage:
-                self._storage.drop(idle, kind)
-        self._may_undo.discard(idle)
-        self._gave_up = True
+        self._worker.drain()
+        if (load := self._states[last].last_load) is not None:
+            load.wait()
+        for kind, own in zip(OLD_KINDS, ("weight", "gradient"), strict=True):
+            if (last, kind) in self._storage:
+                self._storage.drop(last, kind, own)
+        self._may_undo.discard(last)
+        if not self._may_undo and not self._open_window:  # for another model, and not as this one has too little
+            self._has_asked = False
         return True
 
     def _keep(self, group: Group) -> None:
@@ -510,9 +523,6 @@ class StepControl(Mover):
         self.num_steps += 1
         self.num_rolled_back += self._rolled_back
         self._rolled_back = False
-        if self._gave_up and not self._may_undo:
-            self._has_asked = False
-        self._gave_up = False
         if self._spare is not None:
             self._spare.end_step()
 

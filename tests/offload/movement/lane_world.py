@@ -217,11 +217,13 @@ class World:
             self.settle(group)
         self.lane.expect(())
         self.lane.drain()
+        for load in self.loads:
+            load.transfer.wait()
         for group in idle:
             view = self.storage.range(group, OLD_WEIGHT).view()
             if view is not None:
                 view.fill_(GARBAGE)
-            self.storage.drop(group, OLD_WEIGHT)
+            self.storage.drop(group, OLD_WEIGHT, "weight")
             self.made["dropped"] += 1
 
     # -- what a model does -------------------------------------------------------------------------------------------
@@ -386,7 +388,7 @@ class World:
                 self.chance.shuffle(order)
             if self.chance.random() < 0.7:
                 expected = list(order) if self.chance.random() < 0.8 else self.chance.sample(order, len(order))
-                self.lane.expect(expected, self.behind.keys())
+                self.lane.expect(expected, {group: self.storage.range(group, "gradient") for group in self.behind})
                 self.lane.pump()
             final, skipped = self.chance.random() < 0.5, self.chance.random() < 0.3
             for group in order:

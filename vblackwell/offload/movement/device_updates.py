@@ -72,6 +72,7 @@ class DeviceUpdates(Mover):
         self.staying: list[Group] = []  # whose gradients are to stay until the step
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
         self._newest: LaneEnd | None = None
+        self.queueing: Group | None = None  # whose ranges are not to be exchanged now
 
     def compile_ahead(self, *, behind: bool = False) -> None:
         """Compile AdamW's kernels in the worker, while the first forward runs; or, while a backward does, those for
@@ -133,6 +134,22 @@ class DeviceUpdates(Mover):
         stored: bool,
     ) -> Transfer:
         """Queue an update from ``gradient``, ``stored`` one, or both: there is more of it in storage."""
+        self.queueing = group
+        try:
+            return self._queue_now(group, jobs, gradient, factor, early, stored=stored)
+        finally:
+            self.queueing = None
+
+    def _queue_now(
+        self,
+        group: Group,
+        jobs: list[Job],
+        gradient: Tensor | None,
+        factor: Tensor | None,
+        early: EarlyUpdate | None,
+        *,
+        stored: bool,
+    ) -> Transfer:
         self._unlock_group(group)
         self.sweep()
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight

@@ -267,19 +267,29 @@ class GradientCollector(Mover):
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
         """The worker adds it to the sum in host memory, after ``readers`` have read that sum."""
         group, state, slots = buffer.group, self._state(buffer.group), list(buffer.slots)
-        add = partial(self._add, group, self._held(group), slots)
+
+        def add() -> Receive:
+            return partial(self._add, group, self._held(group), slots)
+
         state.level0_norms.clear()
         self._hand_over(group, buffer.reservation, buffer.bytes, readers, add)
         state.kind = sum_kind(group)
 
     def _hand_over(
-        self, group: Group, reservation: Reservation, fresh: Tensor, readers: Sequence[Transfer], receive: Receive
+        self,
+        group: Group,
+        reservation: Reservation,
+        fresh: Tensor,
+        readers: Sequence[Transfer],
+        receiver: Callable[[], Receive],
     ) -> None:
-        """The worker will ``receive`` the ``fresh`` bytes, after ``readers`` have read what that changes."""
+        """The worker will receive the ``fresh`` bytes, after ``readers`` have read what that changes. ``receiver``: of
+        the ranges that are the group's when there is memory for them.
+        """
         state = self._state(group)
         if fresh.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, fresh.nbytes)
-            state.task = self._later(self._receive, group, receive, reservation, readers, False)
+            state.task = self._later(self._receive, group, receiver(), reservation, readers, False)
             self._free_after((state.task, *readers), reservation)
             return
         under_way = list[Transfer]()
@@ -291,7 +301,7 @@ class GradientCollector(Mover):
             transfer = self._stack.write(incoming, fresh)
             under_way.append(transfer)
             before = (transfer, *readers)
-            state.task = self._later(self._receive, group, receive, incoming, before, True, arriving=transfer)
+            state.task = self._later(self._receive, group, receiver(), incoming, before, True, arriving=transfer)
         except Exception:
             free_after(under_way, partial(self._storage.give, incoming))
             raise
@@ -349,7 +359,7 @@ class GradientCollector(Mover):
             fresh, adding = reservation.bytes, bool(self._state(slot.group).slots)
             with torch.no_grad():
                 fresh.view(slot.dtype).view(rows.shape).copy_(rows)
-            self._hand_over(slot.group, reservation, fresh, (), partial(self._take_rows, slot, start, adding))
+            self._hand_over(slot.group, reservation, fresh, (), lambda: partial(self._take_rows, slot, start, adding))
         except Exception:
             self._storage.give(reservation)
             raise

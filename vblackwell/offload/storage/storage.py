@@ -115,6 +115,7 @@ class Storage:
         self.sets: list[Reservation] = []
         self.sets_in_use = False
         self._taken: set[Reservation] = set()
+        self._added: set[Reservation] = set()  # of `_ranges`, what nothing has planned
         self.ledger = Ledger()
         self.in_flight: set[Transfer] = set()
         self._serial = itertools.count()
@@ -216,14 +217,23 @@ class Storage:
 
     def add(self, group: Group, kind: str) -> None:
         """Reserve a range that nothing has planned, in RAM; InsufficientMemory where it has no room in one piece."""
-        name = f"{self._name}/{group.name}/{kind}#{next(self._serial)}"  # `exchange` leaves names where they are
+        name = f"{self._name}/{group.name}/{kind}#{next(self._serial)}"
         self._ranges[group.index, kind] = self.stack.reserve(name, group.size_of(kind), self.plan.staging_level)
+        self._added.add(self._ranges[group.index, kind])
 
-    def drop(self, group: Group, kind: str) -> None:
-        """End of `add`."""
-        reservation = self._ranges.pop((group.index, kind))
-        self.ledger.forget(reservation)
-        self.stack.unreserve(reservation)
+    def drop(self, group: Group, kind: str, other: str) -> None:
+        """End of `add`. Nobody uses it, nor the range of ``other``: where both were exchanged that has its place again, so
+        that what was added together is free in one piece.
+        """
+        old, own = self._ranges.pop((group.index, kind)), self._ranges[group.index, other]
+        if own in self._added:
+            old.bytes.copy_(own.bytes)
+            self._ranges[group.index, other] = old
+            self.ledger.changed(old)
+            old = own
+        self._added.discard(old)
+        self.ledger.forget(old)
+        self.stack.unreserve(old)
 
     def __contains__(self, key: tuple[Group, str]) -> bool:
         return (key[0].index, key[1]) in self._ranges
