@@ -17,6 +17,7 @@ from vblackwell.offload.layout.placement import (
     StreamingOptions,
     checkpoints_ahead,
     early_groups,
+    late_groups,
     may_be_behind,
     pass_bytes,
     passing_bytes,
@@ -68,6 +69,17 @@ def test_what_lives_on_level0_asks_nobody():
     # Of the other eight, two stay loaded.
     few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)
     assert few == round(0.8 * share_for(*in_step, 3.0), 2)
+
+
+def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_late():
+    groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
+    late = late_groups(groups)
+    assert late and late == groups[: -1 - len(late) : -1]
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(10)))
+    found = place_streamed(model, spaces([MiB, GiB], on_gpu=True), StreamingOptions(torch.bfloat16, update="device"))
+    storage = found.storage.with_ranges([(g, "gradient") for g in found.groups] + moment_ranges(found.groups))
+    early = [sum(found.early(storage, number), []) for number in (1, 2)]
+    assert [len(each) for each in early] == [10, 10 - len(late)]
 
 
 def test_a_slow_cpu_gets_nothing():

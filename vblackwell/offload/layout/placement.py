@@ -69,6 +69,7 @@ BEHIND_BYTES = STATE_BYTES + 4  # with the weight and gradient of the step that 
 ROOMY_BYTES = 22  # of RAM a parameter: 14, and for one half, updated on level 0, shadows of 12, for the other 4
 LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.8
 MIN_SHARE, MAX_SHARE = 0.02, 0.6  # less is not worth a thread
+LATE_SHARE = 0.15  # of the elements that are updated on level 0
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
 # Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead.
@@ -155,7 +156,9 @@ class StreamedPlacement:
         """Those groups that are updated before their step, as far as there is room for a rollback where all of
         ``storage`` is placed: whose states stay a step behind, and that have shadows.
         """
-        groups = [group for group in self.trainable if group.all_trainable() and group not in self.sent_twice]
+        late = set(late_groups(self.on_level0)) if micro_batches > 1 else set[Group]()
+        waiting = late | self.sent_twice
+        groups = [group for group in self.trainable if group.all_trainable() and group not in waiting]
         able = [g for g in groups if micro_batches == 1 and g not in self.slice_rows and may_be_behind(g, storage)]
         return early_groups(groups, able, self.on_level0, storage)
 
@@ -360,6 +363,19 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
         if taken + num_elements(group) / 2 <= wanted * seen / total:
             found.append(group)
             taken += num_elements(group)
+    return found
+
+
+def late_groups(groups: Sequence[Group]) -> list[Group]:
+    """The last of ``groups``, `LATE_SHARE` of their elements. Of several micro-batches the last one's backward is short
+    for all updates on level 0: those of the groups that it comes to first wait for the next forward.
+    """
+    left, found = LATE_SHARE * sum(map(num_elements, groups)), []
+    for group in reversed(groups):
+        if left < num_elements(group) / 2:
+            break
+        left -= num_elements(group)
+        found.append(group)
     return found
 
 

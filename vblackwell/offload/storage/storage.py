@@ -222,8 +222,8 @@ class Storage:
         self._added.add(self._ranges[group.index, kind])
 
     def drop(self, group: Group, kind: str, other: str) -> None:
-        """End of `add`. Nobody uses it, nor the range of ``other``: where both were exchanged that has its place again, so
-        that what was added together is free in one piece.
+        """End of `add`, of what nobody uses. Where it was exchanged with ``other``, which nobody uses either, that gets
+        its place again: what was added together is free in one piece.
         """
         old, own = self._ranges.pop((group.index, kind)), self._ranges[group.index, other]
         if own in self._added:
