@@ -20,13 +20,7 @@ from vblackwell.offload.optimizer import VGPUAdamW
 
 @on_the_cpu
 @pytest.mark.parametrize(("name", "shared"), [("GPT2", False), ("Llama", False), ("Llama", True)])
-def test_gradients_of_graphs_are_made_where_a_stream_takes_them(
-    name,
-    shared,
-    fused,
-    make_stack,
-    monkeypatch,  # noqa: F811
-):
+def test_graphs_write_gradients_where_they_are_taken(name, shared, fused, make_stack, monkeypatch):  # noqa: F811
     """But for those that somebody else sees, or that come twice."""
     found, took = list[bool](), GradientCollector.take
 
