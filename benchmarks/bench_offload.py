@@ -64,6 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--seed", type=int, default=0, help="of weights and tokens, and of the draw")
     add("--random", type=int, default=0, metavar="N", help="draw N models, tokens a step and caps")
+    add("--only", type=names, default=None, metavar="K,L", help="of the draws these, from 1 on: the rest another time")
     add("--learning-rate", type=float, default=1e-4, help="reached after 20 steps")
     add("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=device,undo=false,...")
     add("--deterministic", action="store_true", help="deterministic kernels: slower, bits comparable")
@@ -73,6 +74,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in [*args.systems, *args.capped]:
         if name not in SYSTEMS:
             parser.error(f"system {name!r} is none of {', '.join(SYSTEMS)}")
+    if not set(args.only or ()) <= {str(number + 1) for number in range(args.random)}:
+        parser.error(f"--only: of {args.random} draws, {','.join(args.only)} are not all from 1 to {args.random}")
     if args.accumulation > 1 and "deepspeed" in args.systems and not args.random:
         parser.error("--accumulation: DeepSpeed's engine is not asked for it here")
     if args.random and args.max_grad_norm is None and "--max-grad-norm" not in (sys.argv if argv is None else argv):
@@ -169,6 +172,8 @@ def run_draws(args: argparse.Namespace, run: Callable[[Case], Result]) -> list[s
         raise SystemExit("--random draws what a GPU can hold, and there is none: --device cpu draws tiny models")
     pairs: list[tuple[Draw, Result, Result]] = []
     for number, drawn in enumerate(draws(args.random, args.seed, gpus[0].total_bytes if gpus else None)):
+        if args.only is not None and str(number + 1) not in args.only:
+            continue
         print(f"draw {number + 1} of {args.random}: {drawn.name}", flush=True)
         asked = argparse.Namespace(**vars(args) | {"seq": drawn.seq, "batch": drawn.batch, "cap": drawn.cap_bytes})
         plain, ours = (

@@ -139,6 +139,16 @@ def test_drawn_cases_run(bench, tmp_path, capsys):
     assert [row["shape"] for row in rows(tmp_path)] == [f"drawn-5-{n}" for n in (0, 0, 1, 1, 2, 2)]
 
 
+@pytest.mark.slow
+def test_a_part_of_a_draw_is_what_the_whole_has_there(bench, tmp_path, capsys):
+    bench.main(words(tmp_path, "--random", "3", "--seed", "5", "--only", "2"))
+    assert [row["shape"] for row in rows(tmp_path)] == ["drawn-5-1"] * 2
+    for asked in (["--random", "3", "--only", "4"], ["--only", "1"]):
+        with pytest.raises(SystemExit):
+            bench.main(words(tmp_path, *asked))
+    assert "--only: of 3 draws, 4 are not all from 1 to 3" in capsys.readouterr().err
+
+
 def test_ratios_know_floor_and_aim(bench):
     from benchmarks.lib.offload.case import Result
     from benchmarks.lib.offload.report import ratio_lines

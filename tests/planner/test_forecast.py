@@ -314,8 +314,8 @@ def test_the_turn_comes_before_more_weights(small):
 
 @pytest.mark.slow
 def test_the_2_70b_shape_as_an_h200_ran_it():
-    """docs/journal/offload.md, 2026-11-28 and, where steps clip and resident, 2026-11-22; 16,384 tokens a step: bytes
-    within 4 %, speed 5 to 8.
+    """docs/journal/offload.md, 2026-11-28 (the first one's bytes in the evening, when fewer gradients wait in RAM) and,
+    where steps clip and resident, 2026-11-22; 16,384 tokens a step: bytes within 4 %, speed 5 to 8.
     """
     run = Run(
         of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
@@ -330,7 +330,7 @@ def test_the_2_70b_shape_as_an_h200_ran_it():
     )
     found = forecast.predict(streamed)
     assert not isinstance(found, Lacking)
-    assert found[1].gpu == pytest.approx(7.47e9, rel=0.04) and found[1].host == pytest.approx(37.33e9, rel=0.01)
+    assert found[1].gpu == pytest.approx(7.51e9, rel=0.04) and found[1].host == pytest.approx(36.69e9, rel=0.01)
     assert found[1].tokens_per_second == pytest.approx(23_303, rel=0.05)
     kept = replace(streamed, weight_bytes=int(0.9 * GiB), resident_bytes=int(2.8 * GiB), update=0.36)
     found = forecast.predict(kept)
