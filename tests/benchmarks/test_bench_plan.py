@@ -127,6 +127,6 @@ def test_placements_are_drawn_once_each_and_along_every_axis():
         (2, 2),
         (6, 0),
     }
-    # Nine shares, of which checkpoints in RAM need checkpointing: three places by two batches; resident, of either.
-    assert len(choices) == 3 * 9 * 3 * 2 + 2 * 2
+    # Ten shares, of which checkpoints in RAM need checkpointing: three places by two batches; resident, of either.
+    assert len(choices) == 3 * 10 * 3 * 2 + 2 * 2
     assert choices[1:6] == [each.choice for each in bench_plan.draw(space, Oracle(), plan, 6, 0)][1:]  # pyright: ignore

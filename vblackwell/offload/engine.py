@@ -314,8 +314,13 @@ class Offload:
         if task not in self._backward_ends:
             self._backward_ends.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        with self.lock:
-            self.step_control.take_gradient(slot)
+        try:
+            with self.lock:
+                self.step_control.take_gradient(slot)
+        except BaseException:
+            with torch._C.DisableTorchFunctionSubclass():
+                param.grad = None  # which may not be taken, and the next backward would add to it
+            raise
 
     def _end_backward(self, task: int) -> None:
         self._backward_ends.discard(task)

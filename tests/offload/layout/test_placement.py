@@ -73,8 +73,11 @@ def test_what_lives_on_level0_asks_nobody():
 
 def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_late():
     groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
-    late = late_groups(groups)
+    levels = spaces([GiB, GiB], on_gpu=True)
+    late = late_groups(groups, StoragePlan.empty(levels, [1], groups))
     assert late and late == groups[: -1 - len(late) : -1]
+    assert late_groups(groups, StoragePlan.empty(levels, [1], groups, resident=groups[:1])) == []
+    assert late_groups(groups, StoragePlan.empty(spaces([GiB, GiB], on_gpu=False), [1], groups)) == []
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(10)))
     found = place_streamed(model, spaces([MiB, GiB], on_gpu=True), StreamingOptions(torch.bfloat16, update="device"))
     storage = found.storage.with_ranges([(g, "gradient") for g in found.groups] + moment_ranges(found.groups))

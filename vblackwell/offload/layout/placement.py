@@ -156,7 +156,7 @@ class StreamedPlacement:
         """Those groups that are updated before their step, as far as there is room for a rollback where all of
         ``storage`` is placed: whose states stay a step behind, and that have shadows.
         """
-        late = set(late_groups(self.on_level0)) if micro_batches > 1 else set[Group]()
+        late = set(late_groups(self.on_level0, self.storage)) if micro_batches > 1 else set[Group]()
         waiting = late | self.sent_twice
         groups = [group for group in self.trainable if group.all_trainable() and group not in waiting]
         able = [g for g in groups if micro_batches == 1 and g not in self.slice_rows and may_be_behind(g, storage)]
@@ -366,10 +366,13 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
     return found
 
 
-def late_groups(groups: Sequence[Group]) -> list[Group]:
+def late_groups(groups: Sequence[Group], storage: StoragePlan) -> list[Group]:
     """The last of ``groups``, `LATE_SHARE` of their elements. Of several micro-batches the last one's backward is short
-    for all updates on level 0: those of the groups that it comes to first wait for the next forward.
+    for all updates on a GPU: those of the groups that it comes to first wait for the next forward. None without a GPU,
+    or where some groups live on it.
     """
+    if storage.levels[0].kind != "gpu" or storage.resident:
+        return []
     left, found = LATE_SHARE * sum(map(num_elements, groups)), []
     for group in reversed(groups):
         if left < num_elements(group) / 2:
