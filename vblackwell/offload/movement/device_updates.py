@@ -6,8 +6,8 @@ if they have room: the next forward will use them, and has not to wait until the
 level 0 until its step, and the states that came up meanwhile, are used as after the backward.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -119,9 +119,18 @@ class DeviceUpdates(Mover):
     ) -> Transfer:
         """Queue an ``early`` update, from ``gradient`` on level 0, where the weights are too. Its end on level 0."""
         more = self._gradients.has_all_on_host(group)
-        end = self._queue(group, jobs, gradient, factor, early, stored=more)
+        with self._queueing(group):
+            end = self._queue(group, jobs, gradient, factor, early, stored=more)
         self._trace.use(group.index)
         return end
+
+    @contextmanager
+    def _queueing(self, group: Group) -> Iterator[None]:
+        self.queueing = group
+        try:
+            yield
+        finally:
+            self.queueing = None
 
     def _queue(
         self,
@@ -134,22 +143,6 @@ class DeviceUpdates(Mover):
         stored: bool,
     ) -> Transfer:
         """Queue an update from ``gradient``, ``stored`` one, or both: there is more of it in storage."""
-        self.queueing = group
-        try:
-            return self._queue_now(group, jobs, gradient, factor, early, stored=stored)
-        finally:
-            self.queueing = None
-
-    def _queue_now(
-        self,
-        group: Group,
-        jobs: list[Job],
-        gradient: Tensor | None,
-        factor: Tensor | None,
-        early: EarlyUpdate | None,
-        *,
-        stored: bool,
-    ) -> Transfer:
         self._unlock_group(group)
         self.sweep()
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
@@ -268,7 +261,8 @@ class DeviceUpdates(Mover):
             (jobs, factor), staying = self._due[group], self._gradients.take_staying(group)
             readers, gradient = list[Transfer](), None if staying is None else staying.bytes
             try:
-                readers.append(self._queue(group, jobs, gradient, factor, None, stored=staying is None))
+                with self._queueing(group):
+                    readers.append(self._queue(group, jobs, gradient, factor, None, stored=staying is None))
                 del self._due[group]
                 self._states[group].update_is_queued()
             finally:
