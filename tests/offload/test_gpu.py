@@ -10,6 +10,7 @@ import copy
 import os
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -219,6 +220,23 @@ def test_memory_is_given_back():
 FASTEST = {"resident_bytes": "26MiB", "weight_bytes": "30MiB", "activations": "host"}
 
 
+@contextmanager
+def late(chance: random.Random) -> Iterator[None]:
+    """Inside, what is queued on any stream begins late, and the worker now and then waits for the GPU."""
+
+    def delay(kind: str = "thread") -> None:
+        if kind == "stream":
+            torch.cuda._sleep(chance.randrange(2_000_000))
+
+    set_transfer_delay(delay)
+    set_worker_delay(lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None)
+    try:
+        yield
+    finally:
+        set_transfer_delay(None)
+        set_worker_delay(None)
+
+
 @pytest.mark.parametrize(
     ("update", "accumulation", "max_norm", "more"),
     [
@@ -248,10 +266,6 @@ def test_stress_with_delays_everywhere(
 
     monkeypatch.setattr(CudaLane, "submit", spy)
 
-    def delay(kind: str = "thread") -> None:
-        if kind == "stream":
-            torch.cuda._sleep(chance.randrange(2_000_000))
-
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
@@ -261,14 +275,9 @@ def test_stress_with_delays_everywhere(
             model = enable_vgpu_stack_optimization(
                 copy.deepcopy(initial), stack, placement="streamed", compute_dtype=torch.bfloat16, update=update, **more
             )
-            set_transfer_delay(delay if delayed else None)
-            set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if delayed else None)
-            try:
+            with late(chance) if delayed else nullcontext():
                 steps = 15 if max_norm == 1e-2 else 60 if update == "device" or more else 30
                 runs.append(train(model, steps, True, accumulation, max_norm, undo=not more))
-            finally:
-                set_transfer_delay(None)
-                set_worker_delay(None)
             release(model)
     assert runs[0] == runs[1]
     assert bool(stayed) or max_norm != 1e-2, "no gradient stayed on level 0"
@@ -289,10 +298,6 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
     chance = random.Random(0)
     clips = [redone == "every" or (redone == "some" and chance.random() < 0.5) for _ in range(20)]
 
-    def delay(kind: str = "thread") -> None:
-        if kind == "stream":
-            torch.cuda._sleep(chance.randrange(2_000_000))
-
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
@@ -306,9 +311,7 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
             engine = offload_of(model)
             engine.step_control.follow_clipping = False  # speculate on, whatever the last step was
             optimizer = VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1e3, update_in_backward=early)
-            set_transfer_delay(delay if early else None)
-            set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if early else None)
-            try:
+            with late(chance) if early else nullcontext():
                 for step, clip in enumerate(clips):
                     optimizer.max_grad_norm = 1e-2 if clip else 1e3
                     tokens = torch.randint(4096, (4, 129), generator=torch.Generator().manual_seed(step)).cuda()
@@ -318,9 +321,6 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
                     optimizer.step()
                     behind.append(sum(state.behind is not None for state in engine.states.values()))
                     optimizer.zero_grad()
-            finally:
-                set_transfer_delay(None)
-                set_worker_delay(None)
             assert engine.summary()["rolled_back_steps"] == early * sum(clips)
             held = {name: {key: each.clone() for key, each in found.items()} for name, found in export_state(model)}
             release(model)

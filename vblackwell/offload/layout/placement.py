@@ -19,7 +19,7 @@ more. On one H200 a drawn model of 2.35G, which waits for its link, took 571 ms 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -399,7 +399,7 @@ def may_be_behind(group: Group, storage: StoragePlan) -> bool:
 
 
 def early_groups(
-    groups: Sequence[Group], able: Sequence[Group], on_level0: Container[Group], storage: StoragePlan
+    groups: Sequence[Group], able: Collection[Group], on_level0: Collection[Group], storage: StoragePlan
 ) -> tuple[list[Group], list[Group]]:
     """Which of ``groups``, in the order of the forward, are (a step behind, shadowed). Of those that are ``able`` to be
     behind, ones that the host updates are, as that costs it nothing; others have shadows as far as there is room next
@@ -414,7 +414,7 @@ def early_groups(
     def cost(group: Group, kinds: Iterable[str]) -> int:
         return sum(storage.levels[storage.staging_level].held_bytes(group.size_of(kind)) for kind in kinds)
 
-    behind = dict[Group, int]()
+    able, on_level0, behind = dict.fromkeys(able), set(on_level0), dict[Group, int]()  # in order, and found at once
     for group in sorted(able, key=lambda group: group not in on_level0):
         needed = cost(group, old_kinds(group, on_host=group not in on_level0))
         if needed <= free[storage.staging_level]:
@@ -423,8 +423,7 @@ def early_groups(
     shadowed = set[Group]()
     left = [group for group in behind if group in on_level0]
     spread = sorted(range(len(left)), key=lambda number: number * GOLDEN % 1)
-    others = [group for group in groups if group not in set(able)]
-    for group in [*(left[number] for number in spread), *others]:
+    for group in [*(left[number] for number in spread), *(each for each in groups if each not in able)]:
         ranges = [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
         after = free.copy()
         after[storage.staging_level] += behind.get(group, 0)
