@@ -19,6 +19,7 @@ from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
 from vblackwell.machine.facts import disk_facts
 from vblackwell.memory import disk as disk_module
+from vblackwell.memory import transfer
 from vblackwell.memory.disk import DiskFull, DiskLevel
 from vblackwell.memory.host import map_slab
 from vblackwell.units import GiB, KiB, MiB
@@ -306,6 +307,8 @@ def test_a_transfer_waits_for_the_current_stream_and_for_the_one_whose_pool_leve
             return 0
 
     class Stream:
+        cuda_stream = 7  # which is not the default one's
+
         def __init__(self, name: str) -> None:
             self.name = name
             self.waited: list[str] = []
@@ -324,7 +327,7 @@ def test_a_transfer_waits_for_the_current_stream_and_for_the_one_whose_pool_leve
             pass
 
     copying = Stream("copying")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(transfer, "current_stream", lambda device: Stream("current"))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("default"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)

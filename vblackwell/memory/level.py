@@ -21,7 +21,15 @@ from typing import Any, cast
 import torch
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.memory.transfer import COPY_THREADS, Transfer, copy_pool, flat_bytes, start_copy
+from vblackwell.memory.transfer import (
+    COPY_THREADS,
+    Transfer,
+    copy_pool,
+    current_stream,
+    flat_bytes,
+    no_inference_mode,
+    start_copy,
+)
 from vblackwell.units import align_up, format_bytes
 
 
@@ -182,12 +190,12 @@ class Level:
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
         """Start copying the extent's first ``out.nbytes`` bytes into the contiguous tensor ``out``, of any device."""
         out, view = flat_bytes(out), cast("torch.Tensor", self.view(extent))
-        return start_copy(out, view[: out.nbytes], self._threads)
+        return start_copy(out, view if view.nbytes == out.nbytes else view[: out.nbytes], self._threads)
 
     def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
         """Start copying the contiguous tensor ``src`` (any dtype, any device) to the extent's start."""
         src, view = flat_bytes(src), cast("torch.Tensor", self.view(extent))
-        return start_copy(view[: src.nbytes], src, self._threads)
+        return start_copy(view if view.nbytes == src.nbytes else view[: src.nbytes], src, self._threads)
 
     def close(self) -> None:
         """Release everything the level holds (memory, files, threads). Idempotent."""
@@ -284,11 +292,10 @@ class DeviceLevel(Level):
             return
         num_bytes = extent.held_bytes
         try:
-            with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
+            with no_inference_mode():
                 if self.device.type != "cpu":
-                    default = torch.cuda.default_stream(self.device)
-                    is_current = torch.cuda.current_stream(self.device) == default
-                    with nullcontext() if is_current else torch.cuda.stream(default):
+                    is_default = current_stream(self.device).cuda_stream == 0
+                    with nullcontext() if is_default else torch.cuda.stream(torch.cuda.default_stream(self.device)):
                         extent.handle[0] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
                     return
                 block = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")

@@ -16,6 +16,7 @@ from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.transfer import Clock, Transfer
 from vblackwell.units import format_bytes
 
+MOST_UNDER_WAY = 64  # transfers whose time is asked for when somebody wants to know it
 Place = int | str  # a level's number, or the name of a device that belongs to no level
 
 
@@ -198,9 +199,10 @@ class LevelPool:
         """Bytes that are moving between two levels; the time is taken from ``transfer`` when it is done."""
         with self._lock:
             self._bytes[source, destination] += num_bytes
-            self._collect()
             if transfer.clock is not None:
                 self._under_way.append(((source, destination), transfer.clock))
+            if len(self._under_way) > MOST_UNDER_WAY:  # not each time: to ask costs the host as much as to launch
+                self._collect()
 
     def _collect(self) -> None:
         while self._under_way and (took := self._under_way[0][1]()) is not None:

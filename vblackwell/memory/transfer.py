@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -126,6 +126,14 @@ class EventTransfer(Transfer):
     def _events(self) -> Sequence[torch.cuda.Event]:
         return (self._end,)
 
+    def wait_on(self, stream: Any) -> None:
+        if stream is None:
+            return self.wait()
+        stream.wait_event(self._end)
+
+    def done(self) -> bool:
+        return self._end.query()
+
 
 INLINE_BYTES = 256 * KiB
 PIECE_BYTES = 8 * MiB
@@ -140,6 +148,7 @@ class CopyStreams(NamedTuple):
 
 _lock = threading.Lock()
 _streams: dict[int, CopyStreams] = {}
+_by_handle: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def copy_streams(device: torch.device | str) -> CopyStreams:
@@ -148,10 +157,28 @@ def copy_streams(device: torch.device | str) -> CopyStreams:
     if device.type != "cuda":
         raise Unsupported(f"copy streams belong to CUDA devices, not to {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
-    with _lock:
-        if index not in _streams:
-            _streams[index] = CopyStreams(*(torch.cuda.Stream(index) for _ in range(3)))
-        return _streams[index]
+    if (found := _streams.get(index)) is None:
+        with _lock:
+            if (found := _streams.get(index)) is None:
+                found = _streams[index] = CopyStreams(*(torch.cuda.Stream(index) for _ in range(3)))
+    return found
+
+
+def current_stream(device: torch.device) -> Any:
+    """The CUDA stream that computes now on ``device``, None on the CPU. What torch gives is made anew each time, for as
+    much of the host as a launch."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    handle: int = torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore[reportAttributeAccessIssue]
+    if (found := _by_handle.get((index, handle))) is None:
+        found = _by_handle[index, handle] = torch.cuda.current_stream(index)
+    return found
+
+
+def no_inference_mode() -> AbstractContextManager[Any]:
+    """Inside, tensors are not born under inference mode, which would break a later backward."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
@@ -161,6 +188,9 @@ def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as a flat uint8 alias; raises ConfigurationError unless it is contiguous, with bytes in memory."""
+    is_flat = type(tensor) is torch.Tensor and tensor.dtype == torch.uint8 and tensor.dim() == 1
+    if is_flat and tensor.is_contiguous() and not tensor.is_meta:
+        return tensor
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_contiguous():
         raise ConfigurationError(
             f"only contiguous dense tensors can be moved, not shape {tuple(tensor.shape)} with layout {tensor.layout} "
@@ -195,15 +225,20 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
     stream = streams.h2d if not src.is_cuda else streams.d2h if not dst.is_cuda else streams.d2d
     for earlier in working_streams(lead.device):
         stream.wait_stream(earlier)
-    other = stream
     if dst.is_cuda and src.is_cuda and dst.device != src.device:
         _say_peer_access(src.device, dst.device)
         other = copy_streams(dst.device).d2d
         for earlier in working_streams(dst.device):
             other.wait_stream(earlier)
+        with torch.cuda.stream(other):
+            return _copy_on(stream, dst, src)
+    return _copy_on(stream, dst, src)
+
+
+def _copy_on(stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)  # not blocking=True: that wakes its waiter up to 0.5 ms late
-    with nullcontext() if other is stream else torch.cuda.stream(other), torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):
         transfer_delay("stream")
         start.record(stream)
         dst.copy_(src, non_blocking=True)
@@ -213,8 +248,10 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
 
 def working_streams(device: torch.device) -> list[torch.cuda.Stream]:
     """The current stream (rule 1 of `level`) and the default one, whose pool levels use."""
-    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    return [current] if current == default else [current, default]
+    current = current_stream(device)
+    if current.cuda_stream == 0:  # the default one's handle
+        return [current]
+    return [current, torch.cuda.default_stream(device)]
 
 
 @cache

@@ -232,13 +232,12 @@ class Offload:
         if self.level0 is not None:
             with self.lock:
                 self.level0.advance(site.groups[-1])
-        slots = [slot for group in site.groups for slot in group.slots]
         with ExitStack() as context:
-            context.enter_context(self.used.using(slots))
+            context.enter_context(self.used.using(site.slots))
             if torch._C._current_graph_task_id() == -1:
-                context.enter_context(second_pass_under(partial(self.used.using, slots), module))
+                context.enter_context(second_pass_under(partial(self.used.using, site.slots), module))
             if is_transformed():
-                context.enter_context(computing_with_views(site.module, slots))
+                context.enter_context(computing_with_views(site.module, site.slots))
             self._entered.sites.append((site, context.pop_all()))
 
     def _leave(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,6 +8,8 @@ a NaN of stride zero: should code get past the interception, NaN is loud where o
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch._functorch.vmap as vmap
 from torch import Tensor, nn
 
 from vblackwell.errors import StaleTensor, Unsupported
+from vblackwell.memory.transfer import no_inference_mode
 from vblackwell.offload.layout.groups import Group, Slot
 
 _T: Any = Tensor
@@ -260,7 +263,7 @@ def _unseen() -> Iterator[None]:
     and loads differ; torch.func would wrap every tensor that is made; and none is born under inference mode.
     """
     torch_c: Any = torch._C
-    with torch_c._DisableTorchDispatch(), torch_c._DisableFuncTorch(), torch.inference_mode(False):
+    with torch_c._DisableTorchDispatch(), torch_c._DisableFuncTorch(), no_inference_mode():
         yield
 
 
@@ -283,12 +286,12 @@ class UsedParameters:
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
             with engine.lock, _unseen():
-                for slot in slots:
-                    if not groups or slot.group is not groups[-1]:
-                        engine.step_control.acquire(slot.group)
-                        groups.append(slot.group)
-                    self._pin(slot)
-                    taken.append(slot)
+                for group, members in groupby(slots, attrgetter("group")):
+                    buffer, own = engine.step_control.acquire(group), list(members)
+                    groups.append(group)
+                    for slot, view in zip(own, group.views(buffer, own), strict=True):
+                        self._pin(slot, view)
+                        taken.append(slot)
             # The cache is keyed by parameter and would hold the casts of every group until the context ends.
             torch.set_autocast_cache_enabled(False)
             with engine.packing():
@@ -310,12 +313,12 @@ class UsedParameters:
                         if not written and not engine.weights.is_pinned(group):
                             engine.weights.drop(group)  # what is read next is what is stored
 
-    def _pin(self, slot: Slot) -> None:
+    def _pin(self, slot: Slot, view: Tensor) -> None:
         param, pins = slot.param, self._pins.get(slot, 0)
         self._pins[slot] = pins + 1
         if pins == 0:
             param.__class__ = _used_class(slot.plain_class)
-            _DATA_SET(param, slot.view(self._engine.weights.buffer(slot.group)))
+            _DATA_SET(param, view)
             if param.requires_grad and slot not in self.hooks:
                 self.hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
             self._seen_versions[slot] = param._version

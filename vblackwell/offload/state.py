@@ -93,7 +93,7 @@ def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, Para
         for slot in group.slots:
             if slot in steps:
                 moments = masters.read_moments(slot, masters.moment_parts(slot, opened))
-                yield slot, {**moments, "step": steps[slot].clone()}
+                yield slot, {**moments, "step": torch.tensor(steps[slot], dtype=torch.float32, device="cpu")}
 
 
 def write_slot_states(engine: Offload, group: Group, states: dict[Slot, ParameterState]) -> None:
@@ -109,7 +109,7 @@ def write_slot_states(engine: Offload, group: Group, states: dict[Slot, Paramete
     for slot in group.slots:
         steps.pop(slot, None)
         if slot in states:
-            steps[slot] = states[slot]["step"].to("cpu", torch.float32, copy=True)
+            steps[slot] = int(states[slot]["step"])
 
 
 def _checked(name: str, shape: torch.Size, state: ParameterState) -> ParameterState:

@@ -35,7 +35,7 @@ class StepControl(Mover):
     """Decides when the groups of one model are updated, and ties together what moves their bytes.
 
     Attributes:
-        steps: torch's count of each parameter's steps. source: the `VGPUAdamW`.
+        steps: of each parameter that had one, or a gradient. source: the `VGPUAdamW`.
         num_steps, num_rolled_back: steps that came, and those in which updates that had begun before were rolled back.
         follow_clipping: a step that clipped is likely followed by another, whose early updates are in vain. Speed only.
     """
@@ -65,7 +65,7 @@ class StepControl(Mover):
         self._open_window = False  # gradients have come since the last step
         self._rolled_back = False  # updates that began before the step that is awaited
         self.num_steps = self.num_rolled_back = 0
-        self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.steps: dict[Slot, int] = {}
         self.source: Any = None
         self.follow_clipping = True
         self._clipped = False
@@ -106,7 +106,8 @@ class StepControl(Mover):
         return self.gradients.places(slots)
 
     def take_gradient(self, slot: Slot) -> None:
-        self.before_gradient(slot.group)
+        if slot.group not in self.gradients.filling:
+            self.before_gradient(slot.group)
         whole = self.gradients.take(slot)
         if whole is not None:
             self._send_gradient(whole)
@@ -146,7 +147,7 @@ class StepControl(Mover):
             return False
         if self._clips_again or group in self._found.sent_twice:
             return False
-        if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
+        if not group.all_trainable() or any(source.hyper_of(slot) is None for slot in group.slots):
             return False
         return all(self.gradients.has(slot) for slot in group.slots) and not self.weights.is_pinned(group)
 
@@ -190,7 +191,7 @@ class StepControl(Mover):
                     place.shadows.free_spare()  # of some kinds, there was room for, or their pages have not come
                 return None  # this group is updated at the step, which is always right
             jobs = self.jobs(group)
-            early = EarlyUpdate(jobs, [int(job.step) for job in jobs], shadows, earlier=state.gradient.task)
+            early = EarlyUpdate(jobs, [job.step for job in jobs], shadows, earlier=state.gradient.task)
             if ahead:
                 steps = zip(jobs, early.steps, strict=True)
                 early.ahead = {job.slot: AdamWStep(**vars(job.hyper), step=step + 1) for job, step in steps}
@@ -207,9 +208,8 @@ class StepControl(Mover):
 
     def _sums_are_placed(self) -> bool:
         """Whether shadows take no memory that sums of gradients will need: all groups have theirs, or none has."""
-        exact = [group for group in self._found.trainable if not group.is_fp32]
-        have = [(group, "accumulated") in self._storage for group in exact]
-        return all(have) or not any(have)
+        have = {group for group in self._groups if (group, "accumulated") in self._storage}
+        return not have or have.issuperset(group for group in self._found.trainable if not group.is_fp32)
 
     def _make_room(self) -> None:
         """For rollbacks, when gradients and states are placed and a forward has run; once, or when all was given up."""
@@ -323,7 +323,7 @@ class StepControl(Mover):
                 place, state = self._places[group], self._states[group]
                 place.roll_back(group, update)
                 for job, step in zip(update.jobs, update.steps, strict=True):
-                    job.step.fill_(step)
+                    self.steps[job.slot] = step
                 state.early = None
                 state.version -= 1
                 state.to(Phase.STORED)
@@ -461,11 +461,13 @@ class StepControl(Mover):
 
     def jobs(self, group: Group, wanted: Callable[[Slot], bool] = lambda slot: True) -> list[Job]:
         """What a step would do to ``group`` now: its parameters that have gradients and belong to the optimizer."""
-        return [
-            Job(slot, self.steps[slot], hyper)
-            for slot in group.slots
-            if (hyper := self.source.hyper_of(slot)) is not None and wanted(slot) and self.gradients.has(slot)
-        ]
+        found = list[Job]()
+        for slot in group.slots:
+            hyper = self.source.hyper_of(slot)
+            if hyper is not None and wanted(slot) and self.gradients.has(slot):
+                self.steps.setdefault(slot, 0)
+                found.append(Job(slot, self.steps, hyper))
+        return found
 
     def prepare(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> list[list[Job]]:
         """The step has come: what it does to each group, gradients times ``factor``. StaleTensor where it cannot."""

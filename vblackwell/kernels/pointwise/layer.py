@@ -147,15 +147,16 @@ class _Joint(NamedTuple):
 
 def _joint(tensors: Sequence[Tensor | None]) -> _Joint | None:
     """None where they do not lie in one memory."""
-    held = [each for each in tensors if each is not None]
-    if len({(each.dtype, each.untyped_storage().data_ptr()) for each in held}) != 1:
-        return None
-    if not all(each.is_contiguous() for each in held):
-        return None
-    start = min(int(each.storage_offset()) for each in held)
-    stop = max(int(each.storage_offset()) + each.numel() for each in held)
-    places = [each if each is None else (each.shape, each.stride(), each.storage_offset() - start) for each in tensors]
-    return _Joint(start, stop, places)
+    held, starts = [each for each in tensors if each is not None], list[int]()
+    dtype, memory = held[0].dtype, held[0].untyped_storage().data_ptr()
+    for each in held:
+        starts.append(start := int(each.storage_offset()))
+        if each.dtype != dtype or each.data_ptr() - start * each.itemsize != memory or not each.is_contiguous():
+            return None
+    first, left = min(starts), iter(starts)
+    stop = max(start + each.numel() for start, each in zip(starts, held, strict=True))
+    places = [None if each is None else (each.shape, each.stride(), next(left) - first) for each in tensors]
+    return _Joint(first, stop, places)
 
 
 def _kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:

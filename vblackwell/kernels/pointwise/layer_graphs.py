@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.runtime.capture import Captured, capturing
+from vblackwell.kernels.runtime.launch import raw_stream
 from vblackwell.kernels.runtime.registry import asked_for, computes_at_once, functions_are_seen
 from vblackwell.units import format_bytes
 
@@ -85,9 +86,10 @@ def lies_as_usual(tensor: Tensor | None) -> bool:
 
 def _switches(device: torch.device) -> Hashable:
     """What else chooses kernels."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    asked = tuple(map(asked_for, _OPS))
-    return stream, asked, torch.get_default_dtype(), _fp32_precision(), str([each() for each in _SWITCHES])
+    stream = raw_stream(device.index) if device.type == "cuda" else 0
+    found = [each() for each in _SWITCHES]
+    switches = tuple([tuple(each) if type(each) is list else each for each in found])
+    return stream, tuple(map(asked_for, _OPS)), torch.get_default_dtype(), _fp32_precision(), switches
 
 
 def _fp32_precision() -> str | bool:
@@ -105,6 +107,7 @@ class _Graphs:
         self._x, self._dy = torch.empty_like(x), torch.empty_like(dy)
         self._weights = [None if each is None else torch.empty_like(each) for each in weights]
         self._tables = [torch.empty_like(each) for each in foreign.tensors()]
+        self._filled: list[tuple[weakref.ref[Tensor], int | None]] = []  # whose values they have, and their versions
         self._foreign = own = foreign.over(self._tables)  # the kind names what it refers to
         compute = (
             lambda: passes.output(own, self._x, self._weights),
@@ -119,10 +122,27 @@ class _Graphs:
         self._output, self._gradients = (Captured[Any](each, pool) for each in compute)
 
     def _fill(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None], dy: Tensor | None = None) -> None:
-        _copy_all(self._tables, foreign.tensors())
+        tables = foreign.tensors()
+        versions = [None if each.is_inference() else each._version for each in tables]
+        known = [(found(), version) for found, version in self._filled]
+        if (
+            None in versions
+            or len(known) != len(tables)
+            or not all(
+                each is table and version == now
+                for (each, version), table, now in zip(known, tables, versions, strict=True)
+            )
+        ):  # mostly those of the layer before
+            self._filled.clear()
+            _copy_all(self._tables, tables)
+            self._filled += [(weakref.ref(each), now) for each, now in zip(tables, versions, strict=True)]
         pairs = [(self._x, x), *zip(self._weights, weights, strict=True), *([] if dy is None else [(self._dy, dy)])]
         pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
         _copy_all([a for a, _ in pairs], [b for _, b in pairs])
+
+    def forget_tables(self) -> None:
+        """Copy what layers read beside their input anew: a forward begins, and not all that writes to it is counted."""
+        self._filled.clear()
 
     def output(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
         self._fill(foreign, x, weights)
@@ -199,6 +219,7 @@ class LayerGraphs:
         self._step = defaultdict[Hashable, _Launched](_Launched)
         self._wanted: set[Hashable] = set()
         self._limit = self._held = 0
+        self.shared: dict[Hashable, Any] = {}  # what layers of one forward have in common: their callers' notes
         # By kind of foreign layers the number of their weights; None where they draw numbers or keep something.
         self.alone: dict[Hashable, int | None] = {}
         self.declined = ""  # why there are none, or no more
@@ -221,9 +242,13 @@ class LayerGraphs:
     def used(self) -> Iterator[None]:
         """Inside, layers of this thread, and their gradients, go through the graphs that there are."""
         before, _used.graphs = getattr(_used, "graphs", None), weakref.ref(self)
+        self.shared = {}
+        for each in list(self._graphs.values()):
+            each.forget_tables()
         try:
             yield
         finally:
+            self.shared = {}
             _used.graphs = before
 
     def end_step(self) -> None:

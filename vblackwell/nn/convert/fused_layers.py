@@ -6,6 +6,7 @@ decides; in a stream, whose layers may be CUDA graphs, `own_layer` of any other 
 """
 
 import functools
+import operator
 import random
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -104,7 +105,8 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 _NUMBERS = (type(None), bool, int, float, str)
 _OF_MODULES = frozenset(vars(nn.Module()))
-_NOT_OWN = _OF_MODULES | {"config", "layer_idx", "gradient_checkpointing", "_gradient_checkpointing_func"}
+_CHECKPOINTING = {"gradient_checkpointing", "_gradient_checkpointing_func"}
+_NOT_OWN = _OF_MODULES | _CHECKPOINTING | {"config", "layer_idx"}
 _TABLES = ("position_ids", "cache_position")  # of numbers that attention may read; of any other, nobody can tell
 
 
@@ -139,7 +141,16 @@ def _rules(module: nn.Module) -> Hashable:
     if module._buffers or not all(map(_is_number, own.values())) or not _has_known_attention(module):
         return None
     forward = type(module).forward, _sdpa(module), module.training
-    return forward, _frozen(own), id(config), None if config is None else _frozen(vars(config))
+    return forward, _frozen(own), id(config), None if config is None else _frozen_once(config)
+
+
+def _frozen_once(config: Any) -> Hashable:
+    """`_frozen` of its attributes, which are many, once a forward."""
+    graphs = graphs_in_use()
+    shared: dict[Hashable, Any] = {} if graphs is None else graphs.shared
+    if (found := shared.get(("config", id(config)))) is None:
+        found = shared["config", id(config)] = _frozen(vars(config))
+    return found
 
 
 def _sdpa(module: Any) -> Any:
@@ -262,6 +273,32 @@ def _parameters_of(module: nn.Module) -> list[Tensor | None]:
 
 def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options: Any) -> _Attention:
     """What ``attention`` does between its linears in a call of the layer with these arguments."""
+    graphs = graphs_in_use()
+    if graphs is None:
+        return _Attention(attention, _given_to_attention(original, layer, *args, **options))
+    # Mostly the layer before was the same but for its parts, and was called with the very same but for the input.
+    x, *rest = args
+    named = {name: each for name, each in vars(layer).items() if name not in _OF_MODULES | _CHECKPOINTING}
+    objects = [*rest, *options.values()]
+    known = all(map(_is_fixed, objects)) and all(map(_is_number, named.values()))
+    equal = (original, layer.training, x.shape, x.dtype, *options, _frozen(named)) if known else None
+    before = graphs.shared.get(_attend_of)
+    same = before is not None and before[0] == equal and len(before[1]) == len(objects)
+    if same and all(map(operator.is_, before[1], objects)):
+        return _Attention(attention, before[2])
+    given = _given_to_attention(original, layer, *args, **options)
+    theirs = {id(each) for each in objects}  # anything else may be made of this layer's input
+    if known and all(_is_number(each) or id(each) in theirs for each in given.values()):
+        graphs.shared[_attend_of] = equal, objects, given
+    return _Attention(attention, given)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a layer's argument is the same as long as it is the same object, but for what tensors hold."""
+    return all(map(_is_fixed, value)) if type(value) is tuple else isinstance(value, Tensor) or _is_number(value)
+
+
+def _given_to_attention(original: type, layer: Any, *args: Any, **options: Any) -> dict[str, Any]:
     given: dict[str, Any] = {}
 
     def note(hidden_states: Tensor, **options: Any) -> Any:
@@ -269,7 +306,7 @@ def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options
         return _Nothing(), None
 
     _pass_of(original, layer, {"input_layernorm": lambda x: x, "self_attn": note, **_WITHOUT_MLP}, *args, **options)
-    return _Attention(attention, given)
+    return given
 
 
 def _probed_attention(layer: Any) -> tuple[type | None, str]:

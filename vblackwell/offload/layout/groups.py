@@ -9,7 +9,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -182,7 +182,10 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter inside ``flat``, the group's uint8 range in compute dtype; in its own shape and stride."""
-        typed = flat.view(self.dtype)  # sizes and offsets of ranges are multiples of `ALIGNMENT`
+        return self.view_typed(flat.view(self.dtype))  # sizes and offsets of ranges are multiples of `ALIGNMENT`
+
+    def view_typed(self, typed: Tensor) -> Tensor:
+        """The same inside the range as elements of the compute dtype."""
         return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset // self.dtype.itemsize)
 
     def view_fp32(self, flat: Tensor) -> Tensor:
@@ -253,6 +256,14 @@ class Group:
     def dtype_names(self) -> str:
         return ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in self.slots}))
 
+    def views(self, flat: Tensor, slots: Iterable[Slot] | None = None) -> list[Tensor]:
+        """Of ``slots``, all by default, what `Slot.view` gives."""
+        slots = self.slots if slots is None else slots
+        if not self.uniform:
+            return [slot.view(flat) for slot in slots]
+        typed = flat.view(self.slots[0].dtype)
+        return [slot.view_typed(typed) for slot in slots]
+
     def size_of(self, kind: str) -> int:
         if kind in PACKED_MOMENTS:
             return bytes_of(self, kind, num_elements(self))
@@ -286,6 +297,10 @@ class Site:
     module: nn.Module
     groups: list[Group]
     when: Callable[[Any, Any], bool] = lambda args, kwargs: True
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        return [slot for group in self.groups for slot in group.slots]
 
 
 def compute_dtype_of(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:

@@ -26,10 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import copy_streams
+from vblackwell.memory.transfer import copy_streams, current_stream, no_inference_mode
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under, top_hooks
 from vblackwell.offload.layout.placement import NEWEST, checkpoints_ahead
-from vblackwell.offload.movement.state import FreeSome, Stalls, current_stream, reserve
+from vblackwell.offload.movement.state import FreeSome, Stalls, reserve
 from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
 from vblackwell.units import KiB, MiB, align_up, format_bytes
 
@@ -276,7 +276,7 @@ class ActivationStore:
         """What autograd holds instead of ``tensor``: a ticket, or the tensor itself where it stays."""
         if self._closed or not self._may_leave(tensor):
             return tensor
-        with self._lock, torch.no_grad(), torch.inference_mode(False):
+        with self._lock, torch.no_grad(), no_inference_mode():
             self._collect()
             boundary = self._boundary_of(tensor)
             boundary.saves += 1
@@ -351,7 +351,7 @@ class ActivationStore:
             return packed()
         if not isinstance(packed, Ticket):
             return packed
-        with self._lock, torch.no_grad(), torch.inference_mode(False):
+        with self._lock, torch.no_grad(), no_inference_mode():
             self._collect()
             tensor = self._bring(packed.boundary)
             self._prefetch(packed)

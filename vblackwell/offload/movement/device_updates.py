@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, compile_kernels
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import current_stream
 from vblackwell.offload.layout.groups import OLD_GRADIENT, OLD_WEIGHT, AccessTrace, Group, Slot, smallest_buffer
 from vblackwell.offload.layout.placement import StreamedPlacement, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector
@@ -30,7 +31,6 @@ from vblackwell.offload.movement.state import (
     Mover,
     Phase,
     Shared,
-    current_stream,
     defer_sigint,
     free_until,
 )
@@ -158,7 +158,7 @@ class DeviceUpdates(Mover):
             made = dict[tuple[Hyper, int], AdamWStep]()  # mostly one for all: its words are computed once
             numbers = dict[Slot, AdamWStep]()
             for job in jobs:
-                key = job.hyper, int(job.step) + 1
+                key = job.hyper, job.step + 1
                 numbers[job.slot] = made.get(key) or made.setdefault(key, AdamWStep(**vars(job.hyper), step=key[1]))
             weight = None if loaded is None else loaded.buffer
             behind = None if early is None or early.behind is None else early.behind.numbers
@@ -173,7 +173,8 @@ class DeviceUpdates(Mover):
                 weights.unlock(loaded)
                 weights.drop(group)
             raise
-        torch._foreach_add_([job.step for job in jobs], 1)  # pyright: ignore[reportPrivateImportUsage]
+        for job in jobs:
+            job.steps[job.slot] += 1
         previous: LaneEnd | None = state.update_end
         if previous is not None and previous.stored.done():
             in_flight.discard(previous.stored)

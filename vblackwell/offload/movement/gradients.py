@@ -21,7 +21,7 @@ from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, norms_at, square_
 from vblackwell.kernels.optimizer.cpu import Sum
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import EventTransfer
+from vblackwell.memory.transfer import EventTransfer, current_stream, no_inference_mode
 from vblackwell.offload.layout.groups import GRADIENTS, Group, Slot
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
@@ -32,7 +32,6 @@ from vblackwell.offload.movement.state import (
     Phase,
     Shared,
     Task,
-    current_stream,
     defer_sigint,
     flat_of,
     free_after,
@@ -140,16 +139,15 @@ class GradientCollector(Mover):
             self._send_unfinished(buffer)
             buffer = None
         buffer = buffer or self._open(slot.group)
-        target = slot.view(buffer.bytes)
-        if target.data_ptr() != gradient.data_ptr():  # else `places` had told
+        if gradient.data_ptr() != buffer.reservation.address + slot.offset:  # else `places` had told
             with torch.no_grad():
-                target.copy_(gradient)
+                slot.view(buffer.bytes).copy_(gradient)
         buffer.slots[slot] = None
         return buffer if buffer.is_whole() else None
 
     def _open(self, group: Group) -> GradientBuffer:
         self._wait_for_place()
-        with torch.inference_mode(False):
+        with no_inference_mode():
             reservation = self._budget.reserve(
                 f"{group.name}/gradient",
                 group.num_bytes,
@@ -172,7 +170,7 @@ class GradientCollector(Mover):
             return []
         buffer = buffer or self._open(slots[0].group)
         buffer.promised.update(slots)
-        return [slot.view(buffer.bytes) for slot in slots]
+        return buffer.group.views(buffer.bytes, slots)
 
     def _wait_for_place(self) -> None:
         free_until(lambda: len(self.in_flight) < self._max_in_flight, self.end_oldest)
@@ -186,7 +184,7 @@ class GradientCollector(Mover):
             pieces = [(base + slot.offset, slot.num_elements, slot.dtype) for slot in buffer.slots]
             norms = norms_at(pieces, buffer.bytes.device).unbind()
             self._state(buffer.group).level0_norms.update(zip(buffer.slots, norms, strict=True))
-            stream = torch.cuda.current_stream(buffer.bytes.device)
+            stream = current_stream(buffer.bytes.device)
             self.norms_taken.setdefault(stream, torch.cuda.Event()).record(stream)
         return adding
 

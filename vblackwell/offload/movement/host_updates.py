@@ -211,7 +211,7 @@ class HostUpdates(Mover):
         opened, made = {kind: self._storage.open_at(each, kind) for kind, each in update.own.items()}, list[Update]()
         for job in update.jobs:
             slot, numbers = job.slot, ahead[job.slot]
-            job.step.add_(1)
+            job.steps[job.slot] += 1
             states, fresh = _states(slot, opened, whole=False), slot.flat(opened["gradient"])
             weight = slot.flat(opened[OLD_WEIGHT])
             if behind is None:
@@ -244,10 +244,11 @@ class HostUpdates(Mover):
             opened = new
         gradient = storage.open(update.group, update.gradient_kind)
         whole, made, narrow = "master" in opened, list[Update](), list[tuple[Tensor, Tensor]]()
-        for slot, step, hyper in ((job.slot, job.step, job.hyper) for job in update.jobs):
-            step.add_(1)
+        for job in update.jobs:
+            job.steps[job.slot] += 1
+            slot = job.slot
             new, was = (_states(slot, each, whole=whole) for each in (opened, opened | old))
-            numbers = AdamWStep(**vars(hyper), step=int(step))
+            numbers = AdamWStep(**vars(job.hyper), step=job.step)
             made.append(Update(new, was, flat_of(slot, gradient, update.gradient_kind), update.factor, numbers))
             if whole:
                 narrow.append((new.weight, slot.flat(opened["weight"])))

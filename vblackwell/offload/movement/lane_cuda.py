@@ -9,7 +9,7 @@ import torch
 from vblackwell.kernels.optimizer.adamw import AdamWStep, Addresses, ThenAddresses, adamw_at, torch_order
 from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import EventTransfer, copy_streams, delayed, transfer_delay
+from vblackwell.memory.transfer import EventTransfer, copy_streams, current_stream, delayed, transfer_delay
 from vblackwell.offload.layout.groups import OLD_GRADIENT, OLD_WEIGHT, Piece, bytes_of, element_type, parts_of
 from vblackwell.offload.movement.lane import Copies, Filled, Lane, LaneEnd, LaneJob, Queues
 
@@ -45,7 +45,7 @@ class CudaQueues(Queues):
         self._yields = {self.states_in: yield_in, self.states_out: yield_out}
 
     def computing(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return current_stream(self.device)
 
     def mark(self, queue: torch.cuda.Stream, *, long: bool = False) -> Transfer:
         """See `Queues.mark`. A thread that waits for long sleeps, and wakes up to 0.5 ms late."""

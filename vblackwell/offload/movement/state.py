@@ -42,7 +42,7 @@ from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import EventTransfer
+from vblackwell.memory.transfer import EventTransfer, current_stream
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.storage.storage import Ranges, Storage
 from vblackwell.units import format_bytes
@@ -297,8 +297,12 @@ class Job:
     """One parameter's share of an update; equal where parameter and numbers are."""
 
     slot: Slot
-    step: Tensor = field(compare=False)  # torch's fp32 scalar, counted up by the update
+    steps: dict[Slot, int] = field(compare=False, repr=False)  # of the model's parameters, counted up by updates
     hyper: Hyper
+
+    @property
+    def step(self) -> int:
+        return self.steps[self.slot]
 
 
 Numbers = dict[Slot, AdamWStep]
@@ -408,11 +412,6 @@ class GroupState:
 
 
 # -- waiting for bytes -------------------------------------------------------------------------------------------------
-
-
-def current_stream(device: torch.device) -> Any:
-    """The CUDA stream that computes now, None on the CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def free_after(

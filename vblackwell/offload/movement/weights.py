@@ -20,6 +20,7 @@ from torch import Tensor
 from vblackwell.errors import InsufficientMemory, StaleTensor, VBError
 from vblackwell.memory.cache.entry import USE_COUNT
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import no_inference_mode
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, AccessTrace, Group
 from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls, defer_sigint, free_until
@@ -70,6 +71,9 @@ class WeightStreamer(Mover):
         super().__init__(shared)
         self.budget_bytes = budget_bytes
         self._by_storage: dict[int, LoadedWeights] = {}  # all that are loaded
+        # What the budget counts of them: not those that an update has locked, as gradients under way bound those. The
+        # host, which counts, is so far ahead of a GPU that it would see them for most of the next forward.
+        self.loaded_bytes = 0
         self.trace = AccessTrace()
         self.wait_for = Stalls(shared.stack).wait_for
         self._latest: Group | None = None
@@ -177,7 +181,7 @@ class WeightStreamer(Mover):
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
         budget, name, fits = self._budget, f"{group.name}/loaded", partial(self._fits, group)
         budget.sweep_updates()
-        with torch.inference_mode(False):
+        with no_inference_mode():
             reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, fits=fits)
             try:
                 buffer = reservation.bytes
@@ -189,19 +193,12 @@ class WeightStreamer(Mover):
         loaded = LoadedWeights(group, reservation, buffer, transfer, buffer.untyped_storage()._cdata)
         state = self._states[group]
         state.loaded = self._by_storage[loaded.storage_key] = loaded
+        self.loaded_bytes += group.num_bytes
         if state.phase is Phase.STORED:
             state.to(Phase.LOADING)
 
     def _fits(self, group: Group) -> bool:
         return self.loaded_bytes + group.num_bytes <= self.budget_bytes
-
-    @property
-    def loaded_bytes(self) -> int:
-        """What the budget counts, without groups that an update has locked, as gradients under way bound those.
-
-        The host, which counts, is so far ahead of a GPU that it would see them for most of the next forward.
-        """
-        return sum(loaded.group.num_bytes for loaded in self._by_storage.values() if not loaded.locked)
 
     def drop_one(self, beyond: int = -1) -> bool:
         """Drop the idle group whose next use is farthest; False if none is idle and more than ``beyond`` uses away.
@@ -245,6 +242,7 @@ class WeightStreamer(Mover):
             state.to(Phase.STORED)
         # Before the storage can die: its address may come back as somebody else's.
         del self._by_storage[loaded.storage_key]
+        self.loaded_bytes -= 0 if loaded.locked else loaded.group.num_bytes
         loaded.buffer = torch.empty(0)
         self._storage.give(loaded.reservation)
 
@@ -302,6 +300,7 @@ class WeightStreamer(Mover):
             return None
         loaded.pins += 1
         loaded.locked = True
+        self.loaded_bytes -= group.num_bytes
         return loaded
 
     def mark_updated(self, loaded: LoadedWeights, end: Transfer) -> None:
@@ -316,6 +315,8 @@ class WeightStreamer(Mover):
         """End of `lock`: the bytes are in storage too."""
         loaded.pins -= 1
         loaded.locked = False
+        if self._states[loaded.group].loaded is loaded:  # not where its copy failed
+            self.loaded_bytes += loaded.group.num_bytes
 
     def remember_load(self, group: Group, transfer: Transfer) -> None:
         self._states[group].last_load = transfer
