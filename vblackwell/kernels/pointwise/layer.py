@@ -81,15 +81,16 @@ class _Layer(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, foreign: Foreign, passes: Callable[..., Passes], numbers: Hashable, x: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.foreign, ctx.graphs, autocast = foreign, graphs_in_use(), _autocast(x)
+        graphs, autocast = graphs_in_use(), _autocast(x)
+        ctx.foreign, ctx.graphs = foreign, graphs
         ctx.autocast, wanted = autocast, ctx.needs_input_grad[4:]
         ctx.passes, ctx.numbers = passes(wanted), (numbers, wanted, autocast)
-        ctx.joint, ctx.versions = None if ctx.graphs is None else _joint(weights), _versions(foreign)
+        ctx.joint, ctx.versions = None if graphs is None else _joint(weights), _versions(foreign)
         ctx.save_for_backward(x, *(weights if ctx.joint is None else [ctx.joint.of(weights)]))
-        kind = _kind(ctx, x, weights)
-        if kind is None or ctx.graphs is None:
+        ctx.kind = kind = None if graphs is None else kind_of(foreign, ctx.numbers, x, weights)
+        if graphs is None or kind is None:
             return ctx.passes.output(foreign, x, weights)
-        return ctx.graphs.output(kind, ctx.passes, foreign, x, weights)
+        return graphs.output(kind, ctx.passes, foreign, x, weights)
 
     @staticmethod
     @once_differentiable
@@ -103,7 +104,7 @@ class _Layer(torch.autograd.Function):
             )
         dtype = ctx.autocast
         with nullcontext() if dtype == _autocast(x) else torch.autocast(x.device.type, dtype, dtype is not None):
-            kind = _kind(ctx, x, weights)
+            kind = ctx.graphs and kind_of(ctx.foreign, ctx.numbers, x, weights, ctx.kind)
             if kind is None or dy.dtype != x.dtype or not lies_as_usual(dy):
                 gradients = ctx.passes.gradients(ctx.foreign, dy, x, weights)
             else:
@@ -157,11 +158,6 @@ def _joint(tensors: Sequence[Tensor | None]) -> _Joint | None:
     stop = max(start + each.numel() for start, each in zip(starts, held, strict=True))
     places = [None if each is None else (each.shape, each.stride(), next(left) - first) for each in tensors]
     return _Joint(first, stop, places)
-
-
-def _kind(ctx: Any, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:
-    """None where no graph may be used."""
-    return ctx.graphs and kind_of(ctx.foreign, ctx.numbers, x, weights)
 
 
 def _passes_of_own(wanted: Sequence[bool]) -> Passes:

@@ -67,16 +67,34 @@ class Passes(NamedTuple):
     gradients: Callable[[Foreign, Tensor, Tensor, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-def kind_of(foreign: Foreign, numbers: Hashable, x: Tensor, weights: Sequence[Tensor | None]) -> Hashable:
-    """See the module's text; ``numbers`` are the caller's. None: nobody can tell."""
-    tables = foreign.tensors()
-    if not all(map(lies_as_usual, (x, *weights))) or any(each.device != x.device for each in tables):
+class Kind:
+    """See the module's text. Its hash, of hundreds of numbers, is computed once."""
+
+    def __init__(self, layer: Hashable, switches: Hashable) -> None:
+        self.layer, self.switches = layer, switches
+        self._hash = hash((layer, switches))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and (self.layer, self.switches) == (other.layer, other.switches)
+
+
+def kind_of(
+    foreign: Foreign, numbers: Hashable, x: Tensor, weights: Sequence[Tensor | None], forward: Kind | None = None
+) -> Kind | None:
+    """``numbers`` are the caller's; ``forward``: the kind of these tensors then. None: nobody can tell."""
+    if not all(map(lies_as_usual, (x, *weights))) or not computes_at_once() or functions_are_seen():
         return None
-    if not computes_at_once() or functions_are_seen() or (own := foreign.kind) is None:
+    switches, tables = _switches(x.device), foreign.tensors()
+    if forward is not None and forward.switches == switches:
+        return forward
+    if any(each.device != x.device for each in tables) or (own := foreign.kind) is None:
         return None
-    shapes = tuple(None if each is None else (each.shape, each.dtype) for each in weights)
-    read = tuple((each.shape, each.stride(), each.dtype) for each in tables)
-    return own, numbers, x.shape, x.dtype, x.device, shapes, read, _switches(x.device)
+    shapes = tuple([None if each is None else (each.shape, each.dtype) for each in weights])
+    read = tuple([(each.shape, each.stride(), each.dtype) for each in tables])
+    return Kind((own, numbers, x.shape, x.dtype, x.device, shapes, read), switches)
 
 
 def lies_as_usual(tensor: Tensor | None) -> bool:

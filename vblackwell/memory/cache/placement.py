@@ -160,6 +160,9 @@ class Placement:
 
     def reserve(self, what: str, num_bytes: int, level: int) -> Extent:
         """An extent on exactly this level, at the cost of any entry there. Raises InsufficientMemory; nothing moved."""
+        at = self._levels[level]
+        if at.device is not None and at.can_allocate(num_bytes):
+            return at.allocate(num_bytes)
         with self._lock:
             self.sweep()
             plan = Plan(self._levels, self._policy, by_order=True)

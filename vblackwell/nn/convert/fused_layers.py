@@ -282,10 +282,10 @@ def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options
     objects = [*rest, *options.values()]
     known = all(map(_is_fixed, objects)) and all(map(_is_number, named.values()))
     equal = (original, layer.training, x.shape, x.dtype, *options, _frozen(named)) if known else None
-    before = graphs.shared.get(_attend_of)
-    same = before is not None and before[0] == equal and len(before[1]) == len(objects)
-    if same and all(map(operator.is_, before[1], objects)):
-        return _Attention(attention, before[2])
+    equal_before, objects_before, given = graphs.shared.get(_attend_of, (None, (), None))
+    same = known and equal == equal_before and len(objects) == len(objects_before)
+    if same and all(map(operator.is_, objects, objects_before)):
+        return _Attention(attention, given)
     given = _given_to_attention(original, layer, *args, **options)
     theirs = {id(each) for each in objects}  # anything else may be made of this layer's input
     if known and all(_is_number(each) or id(each) in theirs for each in given.values()):
@@ -411,9 +411,11 @@ def _layer_methods(original: Any, eps_name: str, kind: type | None, first_eps_na
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if not _is_checkpointed(self):
             return original.__call__(self, *args, **options)
-        if args and _may_be_alone(self) and ours(self, args[0]):
+        if args and _may_be_alone(self):
             (x, *rest), given = args, _without_cache(options)
-            if _attention_as_probed(self, x, kind, first_eps_name, (rest, given)):
+            with torch._C.DisableTorchFunctionSubclass():  # an offloaded parameter's own would be asked for each type
+                as_probed = ours(self, x) and _attention_as_probed(self, x, kind, first_eps_name, (rest, given))
+            if as_probed:
                 attend = _attend_of(original, self, self.self_attn, x, *rest, **given)
                 return _alone(original, self, attend, x, rest, given)
         options[_PASSES] = []  # the very list comes again with the second pass of a checkpoint of this layer alone
