@@ -16,7 +16,7 @@ from tests.offload.conftest import MakeStack
 from vblackwell.offload import engine as engine_module
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.movement import spare as spare_module
-from vblackwell.offload.movement.spare import FILLED, STEADY, UNUSED, SpareMemory
+from vblackwell.offload.movement.spare import FILLED, FILLING, STEADY, UNUSED, WATCHED, SpareMemory
 from vblackwell.offload.optimizer import VGPUAdamW
 
 PLANNED, STATES, CAPACITY = 100, 150, 1000
@@ -108,7 +108,8 @@ def test_graphs_come_first_and_weights_get_the_rest(world: World, held: int, kep
         drop=lambda: setattr(world.spare.graphs, "num_bytes", 0),
     )  # type: ignore[assignment]
     assert graphs.num_bytes == 0
-    assert world.steps(1 + STEADY, ids(4, 64)) == PLANNED
+    assert world.steps(STEADY + FILLING + WATCHED, ids(4, 64)) == grown(256)
+    assert not allowed and world.steps(1, ids(4, 64)) == PLANNED
     assert allowed == [left - int(UNUSED * CAPACITY)]
     assert world.steps(1, ids(4, 64)) == max(PLANNED, grown(256) - kept)
     world.forward(ids(5, 64))
@@ -135,6 +136,8 @@ def test_where_a_link_is_what_steps_wait_for_weights_get_all(world: World, busy:
     world.steps(3, ids(4, 64), extra=0)
     world.busy = busy
     world.steps(STEADY + 1, ids(4, 64), extra=40)
+    world.busy = 1.2 - busy  # with the weights that there are then it is another matter
+    world.steps(FILLING + WATCHED, ids(4, 64), extra=40)
     assert len(calls) == allowed and world.budget == grown(4 * 64 + 40)
     assert ("steps wait for the link" in world.spare.graphs.about) != bool(allowed)
 

@@ -16,6 +16,8 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.movement.weights import WeightStreamer
 
 STEADY = 4  # steps. The first make what later ones find: states, compiled code, shadows as their pages come
+FILLING = 1  # steps in which weights that got more are loaded
+WATCHED = 2  # steps after these, by which `LayerGraphs.allow` judges
 FILLED = 0.78  # of level 0, by weights that nothing has planned: what a step needs once in a while has room there too
 UNUSED = 0.05  # of level 0, by graphs
 LINK_BUSY = 0.75  # of the time of steps: they wait for bytes, of which kept weights spare some and graphs none
@@ -31,8 +33,10 @@ class SpareMemory:
     beyond that goes back to the driver, and steps are watched anew. So does any with inputs that are no numbers,
     tensors or containers of them, or next to another streamed model.
 
-    ``graphs`` of layers come first, unless a link is `LINK_BUSY`: in the step after, weights have the planned budget
-    once more. What those hold is known then, so that they may have all but `UNUSED`.
+    ``graphs`` of layers come before that, unless a link is `LINK_BUSY` with the planned budget, which they may leave to
+    weights. Whether the GPU waits for the host is seen best when it waits for the fewest bytes, so they are tried
+    `FILLING` and `WATCHED` steps later: in that step, weights have the planned budget once more. What graphs hold is
+    known then, so that they may have all but `UNUSED`.
     """
 
     def __init__(self, weights: WeightStreamer, stack: VGPUStack) -> None:
@@ -43,8 +47,9 @@ class SpareMemory:
         self._watch()
 
     def _watch(self) -> None:
-        self._granted, self._left = False, 0
-        self._steps = self._last = self._forwards = 0  # steady ones; reserved at the last; forwards since then
+        self._granted, self._left, self._may_capture = False, 0, False
+        # Steady ones, or those since more was granted; reserved at the last; forwards since then.
+        self._steps = self._last = self._forwards = 0
         self._since = self._clock()  # the first steady one
 
     def _clock(self) -> tuple[float, list[float]]:
@@ -84,9 +89,13 @@ class SpareMemory:
     def end_step(self) -> None:
         """A step is over, as far as the host is concerned."""
         self.graphs.end_step()
+        if not self._forwards:
+            return
         if self._granted:
-            self._grant()  # graphs that take less than they might have, or save no time
-        if self._granted or not self._forwards:
+            self._steps, self._forwards = self._steps + 1, 0
+            if self._steps == FILLING + WATCHED and self._may_capture:
+                self.graphs.allow(max(0, self._left - int(UNUSED * self._stack.levels[0].capacity_bytes)))
+            self._grant()  # after that: graphs may take less than they might have, or save no time
             return
         self.look()
         self._steps = self._steps + 1 if self._reserved == self._last else 0
@@ -97,12 +106,11 @@ class SpareMemory:
             level0, device = self._stack.levels[0], self._stack.level0_device
             total = gpu_bytes_left(device) + torch.cuda.memory_allocated(device)
             self._left = max(0, min(total - self._reserved, level0.capacity_bytes - self._used))
-            if self._links_wait():
-                self.graphs.allow(max(0, self._left - int(UNUSED * level0.capacity_bytes)))
-            else:
+            self._may_capture = self._links_wait()
+            if not self._may_capture:
                 self.graphs.declined = "steps wait for the link"
             self._grant()
-            self._granted = True
+            self._granted, self._steps = True, 0
 
     def _grant(self) -> None:
         rest = self._left - int((1 - FILLED) * self._stack.levels[0].capacity_bytes) - self.graphs.num_bytes
