@@ -287,11 +287,9 @@ class UsedParameters:
         try:
             with engine.lock, _unseen():
                 for group, members in groupby(slots, attrgetter("group")):
-                    buffer, own = engine.step_control.acquire(group), list(members)
+                    engine.step_control.acquire(group)
                     groups.append(group)
-                    for slot, view in zip(own, group.views(buffer, own), strict=True):
-                        self._pin(slot, view)
-                        taken.append(slot)
+                    self._pin(group, list(members), taken)
             # The cache is keyed by parameter and would hold the casts of every group until the context ends.
             torch.set_autocast_cache_enabled(False)
             with engine.packing():
@@ -313,15 +311,18 @@ class UsedParameters:
                         if not written and not engine.weights.is_pinned(group):
                             engine.weights.drop(group)  # what is read next is what is stored
 
-    def _pin(self, slot: Slot, view: Tensor) -> None:
-        param, pins = slot.param, self._pins.get(slot, 0)
-        self._pins[slot] = pins + 1
-        if pins == 0:
-            param.__class__ = _used_class(slot.plain_class)
-            _DATA_SET(param, view)
-            if param.requires_grad and slot not in self.hooks:
-                self.hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
-            self._seen_versions[slot] = param._version
+    def _pin(self, group: Group, slots: list[Slot], taken: list[Slot]) -> None:
+        """Each of ``slots`` is among the ``taken`` ones then."""
+        for slot, view in zip(slots, group.views(self._engine.weights.buffer(group), slots), strict=True):
+            param, pins = slot.param, self._pins.get(slot, 0)
+            self._pins[slot] = pins + 1
+            if pins == 0:
+                param.__class__ = _used_class(slot.plain_class)
+                _DATA_SET(param, view)
+                if param.requires_grad and slot not in self.hooks:
+                    self.hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
+                self._seen_versions[slot] = param._version
+            taken.append(slot)
 
     def _was_written(self, slot: Slot) -> bool:
         """Whether the plain parameter, or what its ``data`` gave, was changed in place."""

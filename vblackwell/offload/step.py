@@ -35,7 +35,7 @@ class StepControl(Mover):
     """Decides when the groups of one model are updated, and ties together what moves their bytes.
 
     Attributes:
-        steps: of each parameter that had one, or a gradient. source: the `VGPUAdamW`.
+        steps: of each parameter that a step, or an update before it, has asked for. source: the `VGPUAdamW`.
         num_steps, num_rolled_back: steps that came, and those in which updates that had begun before were rolled back.
         follow_clipping: a step that clipped is likely followed by another, whose early updates are in vain. Speed only.
     """

@@ -344,6 +344,17 @@ def test_update_and_remove_leave_old_bytes_to_their_holder(make_stack):
     assert counts(stack, "used_bytes")[0] == 0
 
 
+def test_a_reservation_ends_what_its_holder_has_let_go(make_stack):
+    """Also where there is room for both: others ask the level itself whether it has more."""
+    stack = make_stack(4, 4)
+    stack.register("a", page(1), priority=9)
+    held = stack.access("a")
+    stack.remove("a")
+    del held
+    stack.reserve("b", PAGE, 0)
+    assert stack.levels[0].used_bytes == PAGE and stack.levels[0].can_allocate(3 * PAGE)
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_update_writes_where_the_key_is(make_stack, level: int):
     stack = make_stack(4, 4, 4)

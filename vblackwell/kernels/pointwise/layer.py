@@ -149,6 +149,8 @@ class _Joint(NamedTuple):
 def _joint(tensors: Sequence[Tensor | None]) -> _Joint | None:
     """None where they do not lie in one memory."""
     held, starts = [each for each in tensors if each is not None], list[int]()
+    if not held:
+        return None
     dtype, memory = held[0].dtype, held[0].untyped_storage().data_ptr()
     for each in held:
         starts.append(start := int(each.storage_offset()))

@@ -138,6 +138,7 @@ class _Graphs:
             self.wait()
             torch.cuda.empty_cache()  # of this stream: nothing else will run there
         self._output, self._gradients = (Captured[Any](each, pool) for each in compute)
+        self.kind = own.kind  # of what was captured
 
     def _fill(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None], dy: Tensor | None = None) -> None:
         tables = foreign.tensors()
@@ -159,7 +160,8 @@ class _Graphs:
         _copy_all([a for a, _ in pairs], [b for _, b in pairs])
 
     def forget_tables(self) -> None:
-        """Copy what layers read beside their input anew: a forward begins, and not all that writes to it is counted."""
+        """Copy what layers read beside their input anew: a forward begins, and not all that writes to it is counted.
+        Within one, what writes to it between two layers has to be."""
         self._filled.clear()
 
     def output(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
@@ -347,7 +349,9 @@ class LayerGraphs:
             else:
                 graphs, pays, held = _Graphs(passes, *given, None), True, 0
             left = self._limit - self._held
-            if pays and held <= left:
+            if graphs.kind != foreign.kind:  # as it was in forward
+                self.declined = "something has changed what layers compute since their forward"
+            elif pays and held <= left:
                 self._graphs[kind] = graphs
                 self._held += held
             elif pays:

@@ -161,7 +161,7 @@ class Placement:
     def reserve(self, what: str, num_bytes: int, level: int) -> Extent:
         """An extent on exactly this level, at the cost of any entry there. Raises InsufficientMemory; nothing moved."""
         at = self._levels[level]
-        if at.device is not None and at.can_allocate(num_bytes):
+        if at.device is not None and not self.dropped and at.can_allocate(num_bytes):
             return at.allocate(num_bytes)
         with self._lock:
             self.sweep()

@@ -104,6 +104,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 _NUMBERS = (type(None), bool, int, float, str)
+_CONTAINERS = (dict, list, tuple)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _CHECKPOINTING = {"gradient_checkpointing", "_gradient_checkpointing_func"}
 _NOT_OWN = _OF_MODULES | _CHECKPOINTING | {"config", "layer_idx"}
@@ -126,7 +127,7 @@ def _frozen(value: Any) -> Hashable:
     """Equal where ``value``, of numbers and containers, is; of anything else the object."""
     if isinstance(value, dict):
         return tuple((name, _frozen(each)) for name, each in value.items())
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+    return tuple(map(_frozen, value)) if isinstance(value, _CONTAINERS) else (type(value), value)
 
 
 def _is_number(value: Any) -> bool:
@@ -145,12 +146,16 @@ def _rules(module: nn.Module) -> Hashable:
 
 
 def _frozen_once(config: Any) -> Hashable:
-    """`_frozen` of its attributes, which are many, once a forward."""
-    graphs = graphs_in_use()
+    """`_frozen` of its attributes, which are many, anew where one of them is another object or changed inside."""
+    graphs, now = graphs_in_use(), vars(config)
+    values, inside = list(now.values()), [_frozen(each) for each in now.values() if isinstance(each, _CONTAINERS)]
     shared: dict[Hashable, Any] = {} if graphs is None else graphs.shared
-    if (found := shared.get(("config", id(config)))) is None:
-        found = shared["config", id(config)] = _frozen(vars(config))
-    return found
+    known = shared.get(_frozen_once)
+    if known is None or known[0] is not config or known[1] != [*now] or known[3] != inside:
+        known = None
+    if known is None or not all(map(operator.is_, values, known[2])):
+        known = shared[_frozen_once] = config, [*now], values, inside, _frozen(now)
+    return known[4]
 
 
 def _sdpa(module: Any) -> Any:
@@ -276,7 +281,8 @@ def _attend_of(original: type, layer: Any, attention: Any, *args: Any, **options
     graphs = graphs_in_use()
     if graphs is None:
         return _Attention(attention, _given_to_attention(original, layer, *args, **options))
-    # Mostly the layer before was the same but for its parts, and was called with the very same but for the input.
+    # Mostly the layer before was the same but for its parts, and was called with the very same but for the input. What
+    # tensors hold is not compared: a layer that goes by that would wait for the GPU.
     x, *rest = args
     named = {name: each for name, each in vars(layer).items() if name not in _OF_MODULES | _CHECKPOINTING}
     objects = [*rest, *options.values()]

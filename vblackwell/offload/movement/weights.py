@@ -243,6 +243,8 @@ class WeightStreamer(Mover):
         # Before the storage can die: its address may come back as somebody else's.
         del self._by_storage[loaded.storage_key]
         self.loaded_bytes -= 0 if loaded.locked else loaded.group.num_bytes
+        if not self._by_storage:  # whatever an interrupt between two lines has left of it
+            self.loaded_bytes = 0
         loaded.buffer = torch.empty(0)
         self._storage.give(loaded.reservation)
 
