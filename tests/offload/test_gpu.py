@@ -186,6 +186,9 @@ def test_a_forward_holds_no_weights():
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
     tokens = torch.randint(4096, (1, 65)).cuda()
+    square = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (square @ square).sum().backward()  # cuBLAS has its workspaces, 32 MiB here, of both threads of this process
+    del square
     with gpu_stack(512) as stack:
         before = torch.cuda.memory_allocated()
         model = enable_vgpu_stack_optimization(initial, stack, placement="streamed", update="host")
@@ -193,7 +196,7 @@ def test_a_forward_holds_no_weights():
             loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             held = torch.cuda.memory_allocated() - before
             loaded = offload_of(model).weights.loaded_bytes
-            assert held < loaded + (24 << 20)  # 8 boundaries of 128 KiB, logits of 1 MiB, cuBLAS's workspace
+            assert held < loaded + (24 << 20)  # 8 boundaries of 128 KiB, logits of 1 MiB
             loss.backward()
             torch.cuda.synchronize()
             offload_of(model).finish()  # gradients that leave are no weights
