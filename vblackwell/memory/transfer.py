@@ -187,7 +187,8 @@ def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a flat uint8 alias; raises ConfigurationError unless it is contiguous, with bytes in memory."""
+    """``tensor`` as flat uint8, itself where it is that; raises ConfigurationError unless it is contiguous, with bytes
+    in memory."""
     is_flat = type(tensor) is torch.Tensor and tensor.dtype == torch.uint8 and tensor.dim() == 1
     if is_flat and tensor.is_contiguous() and not tensor.is_meta:
         return tensor

@@ -143,15 +143,11 @@ class _Graphs:
     def _fill(self, foreign: Foreign, x: Tensor, weights: Sequence[Tensor | None], dy: Tensor | None = None) -> None:
         tables = foreign.tensors()
         versions = [None if each.is_inference() else each._version for each in tables]
-        known = [(found(), version) for found, version in self._filled]
-        if (
-            None in versions
-            or len(known) != len(tables)
-            or not all(
-                each is table and version == now
-                for (each, version), table, now in zip(known, tables, versions, strict=True)
-            )
-        ):  # mostly those of the layer before
+        are_the_same = [
+            found() is table and before == version is not None
+            for (found, before), table, version in zip(self._filled, tables, versions, strict=False)
+        ]
+        if len(self._filled) != len(tables) or not all(are_the_same):  # mostly they are those of the layer before
             self._filled.clear()
             _copy_all(self._tables, tables)
             self._filled += [(weakref.ref(each), now) for each, now in zip(tables, versions, strict=True)]
