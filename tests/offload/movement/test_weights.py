@@ -1,8 +1,11 @@
 """Streaming a model that nothing trains:
-which groups stay, and that a pass moves the others once, in whatever order it goes.
+which groups stay, and that a pass moves the others once, in whatever order it goes; and what the budget counts.
 """
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.movement.weights import groups_that_stay
+from vblackwell.offload.movement.weights import WeightStreamer, groups_that_stay
+from vblackwell.offload.optimizer import VGPUAdamW
 
 LAYERS, WIDTH = 12, 32
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -157,3 +161,41 @@ def test_what_backward_is_refused_is_not_loaded_for_it(trained):
     with pytest.raises(StaleTensor, match="changed since"):
         loss.backward()
     assert not any(map(engine.weights.is_loaded, engine.groups))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_budget_counts_what_is_loaded_and_not_locked(make_stack, monkeypatch, at_once):
+    """After each load, drop, lock and unlock, in whatever order layers are used, with steps and without."""
+    seen = set[str]()
+
+    def noted(name: str) -> None:
+        own = getattr(WeightStreamer, name)
+
+        def check(self: WeightStreamer, *args: Any, **options: Any) -> Any:
+            try:
+                return own(self, *args, **options)
+            finally:
+                loaded = self._by_storage.values()
+                locked = sum(each.group.num_bytes for each in loaded if each.locked)
+                assert self.loaded_bytes + locked == sum(each.group.num_bytes for each in loaded), name
+                seen.add(f"{name}, some locked" if locked else name)
+
+        monkeypatch.setattr(WeightStreamer, name, check)
+
+    for name in ("load", "_forget", "lock", "unlock", "rebudget"):
+        noted(name)
+    torch.manual_seed(0)
+    model, draw = Chain(), random.Random(0)
+    stack = make_stack(2 << 20)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="level0")
+    engine = offload_of(model)
+    engine.level0.at_once = at_once
+    optimizer = VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, update_in_backward=True)
+    for step in range(12):
+        model.order = draw.choices(range(LAYERS), k=LAYERS)
+        engine.weights.rebudget(draw.randint(1, 6) * LAYER_BYTES)
+        model(torch.randn(3, WIDTH)).square().sum().backward()
+        if step % 3 != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert {"load", "_forget", "lock, some locked", "unlock", "rebudget"} <= seen
