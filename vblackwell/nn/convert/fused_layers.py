@@ -150,12 +150,12 @@ def _frozen_once(config: Any) -> Hashable:
     graphs, now = graphs_in_use(), vars(config)
     values, inside = list(now.values()), [_frozen(each) for each in now.values() if isinstance(each, _CONTAINERS)]
     shared: dict[Hashable, Any] = {} if graphs is None else graphs.shared
-    known = shared.get(_frozen_once)
-    if known is None or known[0] is not config or known[1] != [*now] or known[3] != inside:
-        known = None
-    if known is None or not all(map(operator.is_, values, known[2])):
-        known = shared[_frozen_once] = config, [*now], values, inside, _frozen(now)
-    return known[4]
+    whose, names, before, inside_before, found = shared.get(_frozen_once, (None, [], [], [], None))
+    same = whose is config and names == [*now] and inside_before == inside
+    if not same or not all(map(operator.is_, values, before)):
+        found = _frozen(now)
+        shared[_frozen_once] = config, [*now], values, inside, found
+    return found
 
 
 def _sdpa(module: Any) -> Any:
@@ -305,6 +305,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _given_to_attention(original: type, layer: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """What class ``original``, called for ``layer`` with these arguments, calls attention with, but for its input."""
     given: dict[str, Any] = {}
 
     def note(hidden_states: Tensor, **options: Any) -> Any:

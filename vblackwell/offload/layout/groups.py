@@ -256,9 +256,8 @@ class Group:
     def dtype_names(self) -> str:
         return ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in self.slots}))
 
-    def views(self, flat: Tensor, slots: Iterable[Slot] | None = None) -> list[Tensor]:
-        """Of ``slots``, all by default, what `Slot.view` gives."""
-        slots = self.slots if slots is None else slots
+    def views(self, flat: Tensor, slots: Iterable[Slot]) -> list[Tensor]:
+        """Of each of ``slots`` what `Slot.view` gives."""
         if not self.uniform:
             return [slot.view(flat) for slot in slots]
         typed = flat.view(self.slots[0].dtype)
