@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if "PYTORCH_ALLOC_CONF" not in os.environ:
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as vb train does, before the first allocation
 
 import torch
 
@@ -42,7 +40,7 @@ from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.plan import NEVER, Measured, Row, draw, min_seconds, report, space_of, why_left_out
 from benchmarks.lib.results import RESULTS, append_csv, machine
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
-from vblackwell.machine.device import cap_process
+from vblackwell.machine.device import cap_process, use_expandable_segments
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.decoder import Decoder
@@ -90,6 +88,8 @@ class Bench:
         self.config = shape.decoder_config(options.seq)
         self.dtype = torch.bfloat16 if self.cuda else None
         cap = parse_bytes(options.cap)
+        if self.cuda:
+            use_expandable_segments()
         self.rates: Rates = as_rates(gpu_rates(self.device)) if self.cuda else cpu_rates()
         if self.cuda:
             torch.cuda.empty_cache()

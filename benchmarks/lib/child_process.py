@@ -70,8 +70,7 @@ def run_child(
         errors="replace",
         start_new_session=True,
         cwd=REPO,
-        # What `vb train` sets; here for every system alike.
-        env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     tail: deque[str] = deque(maxlen=KEPT_LINES)
 

@@ -133,3 +133,15 @@ def test_a_cap_below_what_is_held_is_refused(monkeypatch):
     assert gpu.share == 1.0
     hold_cap(device, 600)()
     assert gpu.share == 1.0
+
+
+@pytest.mark.parametrize("said", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_are_expandable_unless_the_environment_says_how_to_reserve(monkeypatch, said):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if said:
+        monkeypatch.setenv(said, "max_split_size_mb:64")
+    asked = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    machine.use_expandable_segments()
+    assert asked == ([] if said else ["expandable_segments:True"])

@@ -40,10 +40,17 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
         raise Unsupported(f"{reason}; or compute on the CPU with --device cpu")
     for index in range(1, torch.cuda.device_count()):
         say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version computes on one GPU")
-    # Before the first allocation: in a streamed step a sixth of what is reserved in fixed segments lies idle.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    use_expandable_segments()
     return torch.device("cuda", 0)
+
+
+def use_expandable_segments() -> None:
+    """Let what torch reserves of a GPU from now on grow by pages, unless the environment says how it is to be reserved.
+
+    Of the fixed segments of a streamed step a sixth lies idle, and a large gradient may find no whole one under a cap.
+    """
+    if os.environ.keys().isdisjoint({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.memory.transfer import current_stream
 from vblackwell.offload import resident
 from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups
@@ -241,7 +242,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 return None
             factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
             # Both at once: every copy to the host takes its turn after one of a gradient or of states.
-            self._norm, factor = torch.stack((total, factor)).cpu().unbind()
+            self._norm, factor = _on_host(torch.stack((total, factor))).unbind()
             self.skipped = not bool(torch.isfinite(self._norm))
             return None if factor == 1.0 else factor
 
@@ -376,6 +377,18 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     for engine, slots in offloaded.items():
         engine.step_control.scale_gradients(slots, factor)
     return total
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """``values`` in pinned host memory: as long as the driver waits in a copy to any other, the worker would wait with
+    it, whose tasks let go of events.
+    """
+    if not values.is_cuda:
+        return values.cpu()
+    found = torch.empty_like(values, device="cpu", pin_memory=True)
+    found.copy_(values, non_blocking=True)
+    current_stream(values.device).synchronize()
+    return found
 
 
 def _collect(engines: Iterable[Offload]) -> None:

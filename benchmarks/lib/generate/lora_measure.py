@@ -25,7 +25,7 @@ import torch
 from benchmarks.lib.child_process import answer, say
 from benchmarks.lib.generate.lora_case import Case, Result
 from benchmarks.lib.offload.loop import Clock
-from vblackwell.machine.device import cap_process
+from vblackwell.machine.device import cap_process, use_expandable_segments
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5
@@ -163,6 +163,7 @@ def main(argument: str) -> None:
     case = Case.from_json(argument)
     device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
+        use_expandable_segments()
         cap_process(device, case.cap_bytes)
     say("result", result=asdict(train(case, device)))
 

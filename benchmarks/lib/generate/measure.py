@@ -28,7 +28,7 @@ from vblackwell.errors import VBError
 from vblackwell.generate.generate import columns, stepper
 from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.generate.steps import level0_for
-from vblackwell.machine.device import cap_process
+from vblackwell.machine.device import cap_process, use_expandable_segments
 from vblackwell.offload.layout.generation import MIN_WORKSPACE, cache_shape, token_bytes, workspace_bytes
 
 GREEDY = Sampling(temperature=0)
@@ -247,6 +247,7 @@ def main(argument: str) -> None:
     cuda = case.device.startswith("cuda")
     if cuda:
         torch.cuda.init()
+        use_expandable_segments()
         if case.system in CAPPED:
             cap_process(torch.device("cuda", 0), case.cap_bytes)
         torch.zeros(1, device="cuda")

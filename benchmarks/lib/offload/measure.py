@@ -29,7 +29,7 @@ from benchmarks.lib.offload.case import Case, Result
 from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
-from vblackwell.machine.device import cap_process, make_deterministic
+from vblackwell.machine.device import cap_process, make_deterministic, use_expandable_segments
 from vblackwell.train.trainer import send_back
 
 # What slow steps leave of the warm-up: pages of host memory come for ten seconds, and weights get what steps leave of
@@ -59,6 +59,8 @@ class Run:
             make_deterministic(self.device)
         if self.cuda:
             torch.cuda.init()  # is no part of what building takes
+            if case.system != "lines":  # whose stack asks for them, as a user's does
+                use_expandable_segments()
             if case.cap_bytes is not None:
                 cap_process(self.device, case.cap_bytes)
         began = time.perf_counter()

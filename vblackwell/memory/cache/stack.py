@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
-from vblackwell.machine.device import hold_cap
+from vblackwell.machine.device import hold_cap, use_expandable_segments
 from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
 from vblackwell.machine.limits import ARENA_SHARE, MEASURED_HOST_SHARE, default_disk_path, free_disk_bytes
 from vblackwell.memory.cache.config import GPU_SHARE, LevelConfig, build_levels
@@ -338,7 +338,8 @@ def create_vgpu_stack(
 
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
-            Of a GPU it is the cap of all that torch allocates there while the stack is open, activations included.
+            Of a GPU it is the cap of all that torch allocates there while the stack is open, activations included;
+            torch reserves it in expandable segments unless ``PYTORCH_ALLOC_CONF`` says otherwise.
             The default host_memory is 7/8 of the RAM that is free, and changes with it when a model comes or goes.
         disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
             the cache and the current directory that is on a disk.
@@ -352,6 +353,7 @@ def create_vgpu_stack(
     chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
     level0, share = "arena", int(available * ARENA_SHARE)
     if chosen.type == "cuda":
+        use_expandable_segments()
         level0, share = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
     fast, host, disk = (None if size is None else parse_bytes(size) for size in (fast_memory, host_memory, disk_memory))
     if fast == 0:
