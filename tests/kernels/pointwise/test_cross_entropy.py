@@ -6,7 +6,8 @@ from torch.nn import functional
 
 from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, normal, poisoned, relative, results
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.pointwise.cross_entropy import chunk_tokens_for, linear_cross_entropy
+from vblackwell.kernels.pointwise import cross_entropy
+from vblackwell.kernels.pointwise.cross_entropy import chunk_tokens_for, linear_cross_entropy, word_parts
 from vblackwell.kernels.runtime.registry import use_backend
 
 BACKENDS = ["triton", "torch"]
@@ -50,6 +51,17 @@ def test_against_float64(shape, bias, reduction, dtype, backend):
         # Logits are rounded to the compute type here and there, which decides; then gradients once more, where PyTorch
         # keeps fp32 logits.
         assert relative(a, right) <= 1.5 * relative(b, right) + 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_last_words_apart(monkeypatch, bias, dtype):
+    """As on a GPU, whose products have no wide loads where a vocabulary is no multiple of 8."""
+    assert word_parts(64 * 3 + 5, on_gpu=True) == [slice(0, 192), slice(192, 197)]
+    for words, on_gpu in ((64 * 3 + 8, True), (63, True), (64 * 3 + 5, False)):
+        assert word_parts(words, on_gpu=on_gpu) == [slice(0, words)]
+    monkeypatch.setattr(cross_entropy, "word_parts", lambda words, on_gpu: word_parts(words, on_gpu=True))
+    test_against_float64((37, 24, 64 * 3 + 5, 16), bias, "mean", dtype, "torch")
 
 
 @pytest.mark.gpu
