@@ -122,15 +122,21 @@ class Forecast:
             self.traces[key] = self.run.trace(batch_size, model, optimizes=False, steps=self._steps)
         return self.traces[key]
 
+    @property
+    def rates(self) -> Rates:
+        """The machine's, in a step: next to a GPU the CPU does `IN_STEP` of what it updates when copies alone run."""
+        rates = self.machine.rates
+        return replace(rates, cpu_adamw=rates.cpu_adamw * layout.IN_STEP) if self.machine.has_gpu else rates
+
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
         work = (*self.trace(*choice).work, *streaming_work(streaming))
-        return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
+        return phase_seconds(work, self.rates, waits=not self.machine.has_gpu, updates=updates)
 
     def least_seconds(self, choice: Choice) -> float:
         """A token's share of compute alone, or of the CPU's updates alone: the longer, or their sum on one CPU."""
         compute, cpu = self._compute_seconds(choice), 0.0
         if choice.placement != "resident":  # whole groups are updated on the host: a little less than the share, maybe
-            cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.machine.rates.cpu_adamw
+            cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.rates.cpu_adamw
         return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / self._tokens(choice)
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
@@ -140,7 +146,7 @@ class Forecast:
             return placed
         if placed.step is not None:
             return placed.choice, self._streamed_prediction(placed, placed.step, in_full)
-        rates, trained = self.machine.rates, self._trained(choice)
+        rates, trained = self.rates, self._trained(choice)
         update = trained * ADAMW_BYTES / rates.memory if self.machine.has_gpu else trained / rates.cpu_adamw
         seconds = self._compute_seconds(choice) + update
         return placed.choice, Prediction(placed.gpu, placed.p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
@@ -171,7 +177,7 @@ class Forecast:
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         streaming = updates = 0.0
         if choice.placement == "streamed":
-            rates, share, count = self.machine.rates, choice.host_share, choice.accumulation_steps
+            rates, share, count = self.rates, choice.host_share, choice.accumulation_steps
             streaming = rates.streaming_issues(len(self.groups(choice)), share)
             # Without a rollback the last gradient is added where its update is.
             on_level0 = count - 1 if self.machine.undo else max(0, count - 2)
@@ -238,7 +244,7 @@ class Forecast:
         return Placed(choice, gpu, p99, level0, found, waiting)
 
     def _streamed_prediction(self, placed: Placed, found: StepForecast, in_full: bool) -> Prediction:
-        machine, bounds, rates, lanes = self.machine, self.machine.bounds, self.machine.rates, found.lanes
+        machine, bounds, rates, lanes = self.machine, self.machine.bounds, self.rates, found.lanes
         tokens, in_full = self._tokens(placed.choice), in_full and machine.has_gpu
         if machine.disk is not None and lanes.uses_disk:
             disk_read, disk_write = machine.disk()
@@ -366,7 +372,7 @@ def estimate_offload(
         tokens_per_second=None if found is None or rates is None else found.tokens_per_second,
         bottleneck=None if found is None or rates is None else found.bottleneck,
         forecast=step,
-        rates=rates,
+        rates=rates and forecast.rates,
     )
 
 

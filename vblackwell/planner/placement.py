@@ -13,7 +13,7 @@ from typing import Any
 from vblackwell.errors import InsufficientMemory
 from vblackwell.units import format_bytes, format_seconds
 
-SHARES: tuple[str | float, ...] = ("device", 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, "host")
+SHARES: tuple[str | float, ...] = ("device", 0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, "host")
 ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
 MAX_SHOWN = 4
 
