@@ -50,7 +50,7 @@ def use_expandable_segments() -> None:
     Of the fixed segments of a streamed step a sixth lies idle, and a large gradient may find no whole one under a cap.
     """
     if os.environ.keys().isdisjoint({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def make_deterministic(device: torch.device) -> None:
