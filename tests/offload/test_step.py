@@ -20,6 +20,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
+from vblackwell.offload import api
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
@@ -56,6 +57,36 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
         redone += clip
     assert equal(model, plain) and redone >= 1
     assert f"updates were rolled back in {redone} of 7 steps" in model_plan(model)
+
+
+def test_of_several_micro_batches_the_host_updates_fewer_groups(make_stack: MakeStack, monkeypatch):
+    """From the first step on: where groups are updated does not change when another optimizer counts otherwise."""
+
+    def measured(*args: object) -> object:
+        return stream(*args[:-1], lambda: (50e9, 4e9))  # of a GPU's link, and of the CPU
+
+    stream = api.stream
+    monkeypatch.setattr(api, "stream", measured)
+    found = dict[int, list[str]]()
+    for count in (1, 4):
+        plain, model = build(DECODER), build(DECODER)
+        enable_vgpu_stack_optimization(model, make_stack(4 * LEVEL0), name=f"of {count}")
+        ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True, accumulation_steps=count)
+        found[count] = offload_of(model).summary()["updated_on_level0"]
+        theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+        for step in range(3):
+            for module, optimizer in ((model, ours), (plain, theirs)):
+                for micro in range(count):
+                    DECODER.loss(module, step * count + micro).backward()
+                if module is plain:
+                    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert equal(model, plain)
+        again = VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=5 - count)
+        assert offload_of(model).summary()["updated_on_level0"] == found[count]
+        del again
+    assert len(found[1]) < len(found[4])
 
 
 @UPDATES

@@ -135,7 +135,7 @@ class Offload:
         self.storage = storage
         self.device = stack.level0_device
         self.activations = activations
-        self._found, self._slice_rows = found, found.slice_rows
+        self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
         self._budget = budget = Level0Budget(stack, storage)
@@ -412,6 +412,8 @@ class Offload:
         """
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
+        if self.step_control.source is None:
+            self.step_control.divide_for(optimizer.accumulation_steps)
         wanted = {slot.group for slot in slots}
         groups = [group for group in self.groups if group in wanted]
         masters.refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0.groups)
@@ -444,7 +446,7 @@ class Offload:
 
     def _gradient_ranges(self, groups: list[Group], optimizer: Any) -> list[tuple[Group, str]]:
         undo = optimizer.undo or not optimizer.update_in_backward
-        return self._found.gradient_ranges(groups, optimizer.accumulation_steps, undo=undo)
+        return self.step_control.found.gradient_ranges(groups, optimizer.accumulation_steps, undo=undo)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -473,7 +475,7 @@ class Offload:
             "groups": len(self.groups),
             "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
             "weights_budget_bytes": self.weights.budget_bytes,
-            "ring_bytes": self._found.ring_bytes,
+            "ring_bytes": self.step_control.found.ring_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.storage.plan.bytes_by_level(),
             "formats": formats_summary(self.groups),

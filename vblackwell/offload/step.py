@@ -48,19 +48,16 @@ class StepControl(Mover):
         # Where no update begins before the step, no weights are locked any more when the last gradients come: these
         # have their places.
         self.gradients = GradientCollector(shared, found.max_in_flight, found.max_locked if found.on_level0 else 0)
-        self.host_updates = host = HostUpdates(shared, self.weights)
+        self.host_updates = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
-        self._places = {
-            group: level0 if level0 is not None and group in level0.groups else host for group in self._groups
-        }
+        self._divide(found)
         budget = shared.budget
         budget.drop_weights, budget.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
             budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
         budget.free_spare = self.free_spare
         self.gradients.before_change = self._keep_last_gradient
-        self._found = found
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self._rolled_back = False  # updates that began before the step that is awaited
@@ -74,6 +71,22 @@ class StepControl(Mover):
         self._may_undo = set[Group]()  # groups that have room for a rollback
         self._has_asked = False  # for it
         self._old_bytes = 0  # for states that are a step behind
+
+    def _divide(self, found: StreamedPlacement) -> None:
+        """Run AdamW where ``found`` says."""
+        self.found, level0, on_level0 = found, self.level0, set(found.on_level0)
+        if level0 is not None:
+            level0.groups = on_level0
+        self._places = {
+            group: self.host_updates if level0 is None or group not in on_level0 else level0 for group in self._groups
+        }
+
+    def divide_for(self, micro_batches: int) -> None:
+        """Run AdamW where steps of ``micro_batches`` have it, if none has run and nobody has said where."""
+        if not self.num_steps:
+            found = self.found.in_steps_of(micro_batches)
+            self._storage.plan = replace(self._storage.plan, on_level0=found.storage.on_level0)
+            self._divide(found)
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
@@ -100,7 +113,7 @@ class StepControl(Mover):
 
     def places_of_gradients(self, slots: Sequence[Slot]) -> Sequence[Tensor]:
         """See `GradientCollector.places`; empty where ``slots`` are of several groups, or are cut."""
-        if len({slot.group for slot in slots}) != 1 or slots[0].group in self._found.slice_rows:
+        if len({slot.group for slot in slots}) != 1 or slots[0].group in self.found.slice_rows:
             return ()
         self.before_gradient(slots[0].group)
         return self.gradients.places(slots)
@@ -145,7 +158,7 @@ class StepControl(Mover):
         source = self.source
         if not source.update_in_backward or self._forwards < source.accumulation_steps or source.loss_scale != 1.0:
             return False
-        if self._clips_again or group in self._found.sent_twice:
+        if self._clips_again or group in self.found.sent_twice:
             return False
         if not group.all_trainable() or any(source.hyper_of(slot) is None for slot in group.slots):
             return False
@@ -209,7 +222,7 @@ class StepControl(Mover):
     def _sums_are_placed(self) -> bool:
         """Whether shadows take no memory that sums of gradients will need: all groups have theirs, or none has."""
         have = {group for group in self._groups if (group, "accumulated") in self._storage}
-        return not have or have.issuperset(group for group in self._found.trainable if not group.is_fp32)
+        return not have or have.issuperset(group for group in self.found.trainable if not group.is_fp32)
 
     def _make_room(self) -> None:
         """For rollbacks, when gradients and states are placed and a forward has run; once, or when all was given up."""
@@ -217,7 +230,7 @@ class StepControl(Mover):
             return
         # What is set aside for checkpoints' inputs is taken by them at this time.
         plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)), set_aside_bytes=0)
-        behind, shadowed = self._found.early(plan, self.source.accumulation_steps)
+        behind, shadowed = self.found.early(plan, self.source.accumulation_steps)
         if self.level0 is not None and not self.level0.groups.isdisjoint(behind):
             self.level0.compile_ahead(behind=True)
         self._has_asked = True

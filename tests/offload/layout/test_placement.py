@@ -71,6 +71,26 @@ def test_what_lives_on_level0_asks_nobody():
     assert few == round(0.8 * share_for(*in_step, 3.0), 2)
 
 
+def test_of_several_micro_batches_the_cpu_updates_less():
+    """It adds their gradients up, too. What was asked for stays, and so does what lives on level 0."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 80, bias=False) for _ in range(40)))
+    groups, levels = find_groups(model, torch.bfloat16, None)[0], spaces([4 * MiB, GiB], on_gpu=True)
+    rates = lambda: (50e9, 4e9)  # noqa: E731
+    shares = [share_of_all(groups, StreamingOptions(), rates, micro_batches=count) for count in (1, 2, 5)]
+    assert shares[0] > 0.5 and shares[1:] == [round(shares[0] / 1.5, 2), round(shares[0] / 3, 2)]
+    options = StreamingOptions(torch.bfloat16, resident_bytes=2 * state_bytes(groups[0]))
+    found = place_streamed(model, levels, options, rates)
+    assert found.in_steps_of(1).on_level0 == found.on_level0
+    on_host = [40 - len(found.in_steps_of(count).on_level0) for count in (1, 2, 5)]
+    assert on_host == [pytest.approx(38 * share, abs=1) for share in shares]
+    several = found.in_steps_of(5)
+    assert several.storage.resident == {0, 1} and several.on_level0[:2] == found.groups[:2]
+    assert several.storage.on_level0 == {group.index for group in several.on_level0[2:]}
+    for update in ("host", 0.4, "device"):
+        asked = place_streamed(model, levels, StreamingOptions(torch.bfloat16, update=update), rates)
+        assert asked.in_steps_of(5).on_level0 == asked.on_level0
+
+
 def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_late():
     groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
     levels = spaces([GiB, GiB], on_gpu=True)

@@ -14,13 +14,18 @@ with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_U
 has `OVERLAP` of a step: from the first gradient to the next forward. Of the CPU's rate `IN_STEP` of what is measured
 counts, as threads that issue and land take cores in a step, and copies its memory's time: in steps of nine drawn models
 on one H200 it did 2.4 to 3.2 G/s, 2.95 in the median, of 4.25 alone (docs/journal/offload.md).
+
+Before the last of n micro-batches the CPU adds up the gradients of all parameters, `ADDS_PER_UPDATE` in the time of one
+update, and then has 1 + (n - 1) / `ADDS_PER_UPDATE` times as much to do as the updates alone: the share is so many
+times smaller. By simulation steps of 2 to 16 micro-batches take 1.03 of the time with the best share then, 1.08 with an
+undivided one (59 of two models on four cards).
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -67,6 +72,7 @@ STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight
 BEHIND_BYTES = STATE_BYTES + 4  # with the weight and gradient of the step that states lack
 ROOMY_BYTES = 22  # of RAM a parameter: 14, and for one half, updated on level 0, shadows of 12, for the other 4
 LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.7
+ADDS_PER_UPDATE = 2.0  # sums of a gradient in the time of a parameter's AdamW on the CPU (`Rates.adds_per_update`)
 MIN_SHARE, MAX_SHARE = 0.02, 0.6  # less is not worth a thread
 LATE_SHARE = 0.15  # of the elements that are updated on level 0
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
@@ -129,6 +135,16 @@ class StreamedPlacement:
     max_locked: int  # groups whose weights an update holds on level 0 until they are stored
     max_in_flight: int  # gradients on level 0, the one that fills and those that leave
     takes_spare: bool  # weights may have what steps turn out to leave of level 0
+    choose: Callable[[int], list[Group]]  # those whose AdamW runs on level 0 in steps of so many micro-batches
+
+    def in_steps_of(self, micro_batches: int) -> "StreamedPlacement":
+        """The same with updates where steps of ``micro_batches`` have them; self where none can be on level 0."""
+        if not self.on_level0:
+            return self
+        chosen, resident = set(self.choose(micro_batches)), self.storage.resident
+        on_level0 = [group for group in self.groups if group in chosen or group.index in resident]
+        updated = frozenset(group.index for group in on_level0) - resident
+        return replace(self, on_level0=on_level0, storage=replace(self.storage, on_level0=updated))
 
     @property
     def trainable(self) -> list[Group]:
@@ -180,7 +196,8 @@ def place_streamed(
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
     able = groups if options.formats.packed else whole
-    on_level0 = groups_on_level0(able, options, measured, link_bytes(groups, levels))
+    choose = partial(groups_on_level0, able, options, measured, link_bytes(groups, levels))
+    on_level0 = choose(1)
     on_gpu = level.kind == "gpu"
     ring = ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
     largest = max((group.num_bytes for group in whole if group.trainable()), default=0)
@@ -214,7 +231,7 @@ def place_streamed(
     )
     refuse_slices_on_disk(slice_rows, storage)
     takes_spare = on_gpu and options.weight_bytes is None and bool(trainable)
-    places_of = (max_locked, max_in_flight, takes_spare)
+    places_of = (max_locked, max_in_flight, takes_spare, choose)
     return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring, *places_of)
 
 
@@ -289,7 +306,11 @@ def _weight_bytes(groups: Iterable[Group]) -> int:
 
 
 def groups_on_level0(
-    groups: Sequence[Group], options: StreamingOptions, measured: Measured | None, states: int = STATE_BYTES
+    groups: Sequence[Group],
+    options: StreamingOptions,
+    measured: Measured | None,
+    states: int = STATE_BYTES,
+    micro_batches: int = 1,
 ) -> list[Group]:
     """Those of ``groups``, in the order of the forward, that are updated on level 0: as asked, for 'auto' so many that
     link and CPU are busy alike by ``measured`` rates. Unsupported: 'device', and one cannot be updated there.
@@ -305,7 +326,7 @@ def groups_on_level0(
     if update == "auto" and any(group.formats.packed for group in groups):
         update = "device"
     if update == "auto" and measured is not None:
-        update = share_of_all(groups, options, measured, states)
+        update = share_of_all(groups, options, measured, states, micro_batches)
     if isinstance(update, str):
         return able if update == "device" else []
     on_host = _on_host(able, update)
@@ -325,14 +346,19 @@ def link_bytes(groups: Sequence[Group], levels: Sequence[LevelSpace]) -> int:
 
 
 def share_of_all(
-    groups: Sequence[Group], options: StreamingOptions, measured: Measured, states: int = STATE_BYTES
+    groups: Sequence[Group],
+    options: StreamingOptions,
+    measured: Measured,
+    states: int = STATE_BYTES,
+    micro_batches: int = 1,
 ) -> float:
     """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
     kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()
-    return round(part * share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes), states), 2)
+    share = share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes), states)
+    return round(part * share / (1 + (micro_batches - 1) / ADDS_PER_UPDATE), 2)
 
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES, states: int = STATE_BYTES) -> float:

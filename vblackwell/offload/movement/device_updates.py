@@ -52,7 +52,7 @@ class DeviceUpdates(Mover):
         self, shared: Shared, found: StreamedPlacement, weights: WeightStreamer, gradients: GradientCollector
     ) -> None:
         super().__init__(shared)
-        self.groups = set(found.on_level0)
+        self.groups = set(found.on_level0)  # `StepControl` may choose others before the first step
         self._sliced = found.slice_rows.keys()  # never whole on level 0
         self._weights = weights
         self._gradients = gradients
