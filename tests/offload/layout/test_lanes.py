@@ -203,6 +203,16 @@ def test_a_disk_that_keeps_up_costs_nothing_and_a_slow_one_sets_the_pace():
     assert busiest(half) == "disk" and half.step_seconds >= 6 * (8 + 4)
 
 
+def test_updates_on_the_host_wait_for_the_disk_in_the_worker():
+    """Which reads, updates and writes a group before it comes to the next: 8, 10 and 4 seconds each."""
+    rates = replace(FAST, cpu_adamw=100.0, disk_read=1e3, disk_write=2e3)
+    times = simulate(LanePlan(chain(on_host=True, **ON_DISK), 12000, 20000), rates)
+    # In addition the first read and the last write, which the lanes have apart, and a group's compute.
+    assert 6 * (8 + 10 + 4) <= times.step_seconds <= 6 * (8 + 10 + 4) + 8 + 4 + 4
+    assert times.busy["cpu"] == pytest.approx(6 * 10 / times.step_seconds, rel=1e-3)
+    assert times.busy["disk"] == pytest.approx(6 * (8 + 4) / times.step_seconds, rel=1e-3)
+
+
 def test_more_sets_of_host_memory_let_the_disk_read_further_ahead():
     rates = replace(FAST, disk_read=5e3, disk_write=5e3, up=1e4, up_both=1e4, down=1e4, down_both=1e4)
     one, three = (simulate(LanePlan(chain(**ON_DISK), 12000, 20000, disk_sets=sets), rates) for sets in (1, 3))

@@ -10,7 +10,8 @@
   then, and their states come up during the backward.
 - A group updated on the host sends its gradient down; its next load waits for the CPU, which takes the first groups of
   the forward first.
-- States on a disk are read ahead into a few sets of host memory and written after their updates, writes first.
+- States on a disk are read ahead into a few sets of host memory and written after their updates, writes first. For a
+  group updated on the host the worker reads and writes, and updates nothing else meanwhile.
 - Before a step's last micro-batch the CPU adds gradients up, sums before updates. The last one's is added on the GPU
   where an update follows it there and no rollback is kept.
 
@@ -163,6 +164,7 @@ class Task:
     lane: str
     step: int
     seconds: float = 0.0
+    held: float = 0.0  # of them, in which the lane waits for another
     num_bytes: float = 0.0
     waits_for: int = 0
     ring: int = 0  # bytes of the ring that it takes, or gives back (below 0)
@@ -259,7 +261,8 @@ class Graph:
             read = self._read(index, gradient, sets=0)
             wider = 0.0 if earlier is None else SUMMED_BYTES - plan.gradient
             seconds = group.parameters / self.rates.cpu_adamw * (1 + wider / CPU_UPDATE_BYTES)
-            update = self._task("cpu", seconds=seconds, index=index, postponable=True)
+            held = group.disk_read / self.rates.disk_read + group.disk_write / self.rates.disk_write
+            update = self._task("cpu", seconds=seconds + held, held=held, index=index, postponable=True)
             self._stored[index] = update.after(gradient, read, waits_for_norm)
             self._write(index, update, sets=0)
         elif waits:
@@ -408,7 +411,7 @@ class Clock:
                     self._ring -= max(0, task.ring)
                     self._sets -= max(0, task.sets)
                     self._working[lane] = task
-                    self.busy.append((lane, self._now, end, task.num_bytes))
+                    self.busy.append((lane, self._now, end - task.held, task.num_bytes))
                     heapq.heappush(events, (end, len(self.busy), task))
             if not events:
                 break
