@@ -20,6 +20,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload import api
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
@@ -87,6 +88,25 @@ def test_of_several_micro_batches_the_host_updates_fewer_groups(make_stack: Make
         assert offload_of(model).summary()["updated_on_level0"] == found[count]
         del again
     assert len(found[1]) < len(found[4])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_groups_stay_with_the_host_where_ram_has_no_room_for_another_division(count: int, tmp_path, monkeypatch):
+    """Ten bytes of RAM a parameter: what is updated on level 0 from a disk passes through a set of its size there."""
+    stream = api.stream
+    monkeypatch.setattr(api, "stream", lambda *args: stream(*args[:-1], lambda: (50e9, 4e9)))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)), nn.Linear(64, 1024, bias=False))
+    room = 10 * sum(param.numel() for param in model.parameters())
+    sizes = (3, "cpu"), (room / (1 << 20), "cpu"), (64, "ssd")
+    levels = [{"capacity_mb": size, "device": device} for size, device in sizes]
+    with VGPUStack({"levels": [*levels[:2], levels[2] | {"path": str(tmp_path)}]}) as stack:
+        enable_vgpu_stack_optimization(model, stack, placement="streamed")
+        before = offload_of(model).summary()["updated_on_level0"]
+        optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=count)
+        assert offload_of(model).summary()["updated_on_level0"] == before
+        for _ in range(count):
+            model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
 
 
 @UPDATES

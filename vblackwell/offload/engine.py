@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.checkpoint import second_pass_under, top_hooks
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
@@ -412,18 +412,25 @@ class Offload:
         """
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
-        if self.step_control.source is None:
-            self.step_control.divide_for(optimizer.accumulation_steps)
         wanted = {slot.group for slot in slots}
         groups = [group for group in self.groups if group in wanted]
         masters.refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0.groups)
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
         # What parameters that are added later will need, too: host memory through which that spills is not given back.
         rest = [group for group in self.groups if group.trainable() and group not in groups]
-        now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
-        later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]
+        control = self.step_control
         with self.lock:
-            reserve(lambda: self.storage.reserve(now + fresh, later), self._budget.free_host)
+            before, first = control.found, control.source is None and not control.num_steps
+            for found in [before.in_steps_of(optimizer.accumulation_steps), before] if first else [before]:
+                control.divide(found)
+                now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
+                later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]
+                try:
+                    reserve(lambda: self.storage.reserve(now + fresh, later), self._budget.free_host)  # noqa: B023
+                    break
+                except InsufficientMemory:  # groups that are updated on level 0 may need more of RAM
+                    if found is before:
+                        raise
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()

@@ -51,7 +51,7 @@ class StepControl(Mover):
         self.host_updates = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
-        self._divide(found)
+        self.divide(found)
         budget = shared.budget
         budget.drop_weights, budget.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
@@ -72,21 +72,15 @@ class StepControl(Mover):
         self._has_asked = False  # for it
         self._old_bytes = 0  # for states that are a step behind
 
-    def _divide(self, found: StreamedPlacement) -> None:
-        """Run AdamW where ``found`` says."""
+    def divide(self, found: StreamedPlacement) -> None:
+        """Run AdamW where ``found`` says; no update may be under way."""
+        self._storage.plan = replace(self._storage.plan, on_level0=found.storage.on_level0)
         self.found, level0, on_level0 = found, self.level0, set(found.on_level0)
         if level0 is not None:
             level0.groups = on_level0
         self._places = {
             group: self.host_updates if level0 is None or group not in on_level0 else level0 for group in self._groups
         }
-
-    def divide_for(self, micro_batches: int) -> None:
-        """Run AdamW where steps of ``micro_batches`` have it, if none has run and nobody has said where."""
-        if not self.num_steps:
-            found = self.found.in_steps_of(micro_batches)
-            self._storage.plan = replace(self._storage.plan, on_level0=found.storage.on_level0)
-            self._divide(found)
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ counts, as threads that issue and land take cores in a step, and copies its memo
 on one H200 it did 2.4 to 3.2 G/s, 2.95 in the median, of 4.25 alone (docs/journal/offload.md).
 
 Before the last of n micro-batches the CPU adds up the gradients of all parameters, `ADDS_PER_UPDATE` in the time of one
-update, and then has 1 + (n - 1) / `ADDS_PER_UPDATE` times as much to do as the updates alone: the share is so many
-times smaller. By simulation steps of 2 to 16 micro-batches take 1.03 of the time with the best share then, 1.08 with an
-undivided one (59 of two models on four cards).
+update, and the share is 1 + (n - 1) / `ADDS_PER_UPDATE` times smaller: a fit to simulations, in which steps of 2 to 16
+micro-batches take 1.03 of the time with the best share then, 1.08 with an undivided one (59 of two models on four
+cards). Where RAM has no room for that division, the one of a single micro-batch stays.
 """
 
 import math
