@@ -25,6 +25,7 @@ from vblackwell.offload import api
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
+from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.state import Phase, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
 
@@ -107,6 +108,33 @@ def test_groups_stay_with_the_host_where_ram_has_no_room_for_another_division(co
         for _ in range(count):
             model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
+
+
+def test_a_norm_that_is_still_taken_has_the_gradient_that_it_is_of(make_stack: MakeStack, monkeypatch):
+    """Of gradients on a disk, given up before their step: the next copy there waits for who reads the last one."""
+    measure, choose, stream = GradientCollector._measure, random.Random(5), api.stream
+
+    def late(*args: object) -> None:
+        time.sleep(choose.random() * 0.006)
+        measure(*args)
+
+    monkeypatch.setattr(GradientCollector, "_measure", late)
+    monkeypatch.setattr(api, "stream", lambda *args: stream(*args[:-1], lambda: (50e9, 4e9)))
+    plain = build(MLP)
+    MLP.loss(plain, 9).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.AdamW(plain.parameters(), fused=True).step()
+    for number in range(8):
+        model = build(MLP)
+        stack = make_stack(6 * LEVEL0, host_bytes=10 * sum(param.numel() for param in model.parameters()))
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", name=f"model {number}")
+        ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
+        for seed in (7, 8):
+            MLP.loss(model, seed).backward()
+            ours.zero_grad()
+        MLP.loss(model, 9).backward()
+        ours.step()
+        assert equal(model, plain)
 
 
 @UPDATES

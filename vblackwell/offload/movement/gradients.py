@@ -386,7 +386,7 @@ class GradientCollector(Mover):
         """Queue the norms of the group's gradients for the worker, unless they were taken on level 0 or are queued."""
         state = self._state(group)
         if state.measured is None and not all(slot in state.level0_norms for slot in state.slots):
-            state.measured = self._later(self._measure, group, self._held(group))
+            state.measured = state.task = self._later(self._measure, group, self._held(group))
 
     def measure(self, groups: Iterable[Group]) -> None:
         """Return when the norms of all gradients of ``groups`` are taken; updates that read them may go on."""
