@@ -135,13 +135,18 @@ def test_a_cap_below_what_is_held_is_refused(monkeypatch):
     assert gpu.share == 1.0
 
 
-@pytest.mark.parametrize("said", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_are_expandable_unless_the_environment_says_how_to_reserve(monkeypatch, said):
+@pytest.mark.parametrize("said", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "the program"])
+def test_segments_are_expandable_unless_somebody_said_how_to_reserve(monkeypatch, said):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    if said:
+    if said.startswith("PYTORCH"):
         monkeypatch.setenv(said, "max_split_size_mb:64")
+    before = "garbage_collection_threshold:0.8" if said == "the program" else ""
     asked = []
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: before)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    machine.use_expandable_segments()
+    monkeypatch.setattr(machine, "list_gpus", lambda: [])
+    monkeypatch.setattr(machine, "why_no_cuda", lambda gpus: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    machine.choose_device("cuda", print)
     assert asked == ([] if said else ["expandable_segments:True"])

@@ -143,7 +143,7 @@ def test_a_known_model_by_name():
 
 
 def test_what_a_stack_s_segments_hold_beyond_its_bytes():
-    """Blocks of 14 MiB of weights in segments rounded to 2 MiB, and a step whose tensors share segments of 20 MiB."""
+    """Expandable ones, which the stack asks for, whatever the run without one would have."""
     config = vb.ModelConfig(
         vocab_size=512,
         hidden_size=768,
@@ -157,8 +157,8 @@ def test_what_a_stack_s_segments_hold_beyond_its_bytes():
     trace = run.trace(4)
     default = estimate_offload(run, trace, 4, 2 << 30, 1 << 40, 0)
     expandable = estimate_offload(replace(run, expandable=True), trace, 4, 2 << 30, 1 << 40, 0)
-    assert (default.level0, default.step, default.host) == (expandable.level0, expandable.step, expandable.host)
-    assert 0 <= expandable.fragmentation < default.fragmentation < (default.level0 + default.step) / 4
+    assert replace(default, forecast=None) == replace(expandable, forecast=None)
+    assert 0 <= default.fragmentation < 22 * MiB  # the last page of each pool, of 20 MiB and of 2
 
 
 def test_a_disk_level_s_threads_take_ram_in_addition_to_the_levels():

@@ -45,11 +45,13 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
 
 
 def use_expandable_segments() -> None:
-    """Let what torch reserves of a GPU from now on grow by pages, unless the environment says how it is to be reserved.
+    """Let what torch reserves of a GPU grow by pages from now on, for as long as the process lives, unless the
+    environment or the program has said how it is to be reserved.
 
     Of the fixed segments of a streamed step a sixth lies idle, and a large gradient may find no whole one under a cap.
     """
-    if os.environ.keys().isdisjoint({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}):
+    said = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()  # which not every torch has
+    if not said and os.environ.keys().isdisjoint({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

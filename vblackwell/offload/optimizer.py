@@ -374,8 +374,9 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
             offloaded.setdefault(found[0], []).append(found[1])
         elif param.grad is not None:
             param.grad.mul_(factor.to(param.grad.device))
+    on_host = _on_host(factor) if offloaded else factor
     for engine, slots in offloaded.items():
-        engine.step_control.scale_gradients(slots, factor)
+        engine.step_control.scale_gradients(slots, on_host)
     return total
 
 

@@ -31,7 +31,7 @@ from vblackwell.offload.layout.groups import (
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
 from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
-from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
+from vblackwell.trace.allocator import replay
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, align_up, format_bytes
@@ -368,7 +368,7 @@ def estimate_offload(
         host=step.bytes_of(1) - step.shadow_bytes(1) + placed.waiting + placed.threads,
         disk=placed.disk,
         step=placed.gpu - placed.level0,
-        fragmentation=_fragments(forecast, placed.choice, trace, step),
+        fragmentation=_holes(trace),
         tokens_per_second=None if found is None or rates is None else found.tokens_per_second,
         bottleneck=None if found is None or rates is None else found.bottleneck,
         forecast=step,
@@ -376,18 +376,10 @@ def estimate_offload(
     )
 
 
-def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForecast) -> int:
-    """What segments hold beyond a streamed run's step and the groups that come and go: five small decoders on an H200
-    reserved 7 % more to 7 % less than with this, 5 to 13 % more than without."""
-    expandable = forecast.run.expandable
+def _holes(trace: Trace) -> int:
+    """What the segments of a streamed run's step hold beyond it: expandable ones, as its stack asks for."""
     alone = part_of(trace, NOT_STATE, outside="optimizer")
-    holes = replay(alone, None, expandable).peak_reserved - alone.peak(trace.sizes)
-    sizes = sorted(group.num_bytes for group in forecast.groups(choice) if group.trainable())
-    usual = sizes[len(sizes) // 2] if sizes else 1  # a block's weights
-    if expandable or usual < MIN_LARGE:
-        return holes
-    moving = step.bytes_by_level["loaded"][0] + step.bytes_by_level["leaving"][0]
-    return holes + moving * (segment_size(round_size(usual)) - usual) // usual
+    return replay(alone, None, expandable=True).peak_reserved - alone.peak(trace.sizes)
 
 
 def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:

@@ -132,7 +132,7 @@ def _one(rng: random.Random, number: int, name: str) -> Case:
         attention,
         batch,
         seq,
-        expandable and not stack,
+        expandable or stack,  # which asks for them
         stack,
         GiB if stack else 0,
     )

@@ -339,7 +339,7 @@ def create_vgpu_stack(
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
             Of a GPU it is the cap of all that torch allocates there while the stack is open, activations included;
-            torch reserves it in expandable segments unless ``PYTORCH_ALLOC_CONF`` says otherwise.
+            torch reserves it in expandable segments from then on, unless it was told how (``PYTORCH_ALLOC_CONF``).
             The default host_memory is 7/8 of the RAM that is free, and changes with it when a model comes or goes.
         disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
             the cache and the current directory that is on a disk.
@@ -353,7 +353,6 @@ def create_vgpu_stack(
     chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
     level0, share = "arena", int(available * ARENA_SHARE)
     if chosen.type == "cuda":
-        use_expandable_segments()
         level0, share = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
     fast, host, disk = (None if size is None else parse_bytes(size) for size in (fast_memory, host_memory, disk_memory))
     if fast == 0:
@@ -368,6 +367,8 @@ def create_vgpu_stack(
         path = disk_path or default_disk_path()
         if free := free_disk_bytes(path) if disk is None else disk:
             levels.append(LevelConfig("ssd", free, path=path))
+    if chosen.type == "cuda":
+        use_expandable_segments()
     stack = VGPUStack(levels, policy=policy, promotion=promotion)
     if host is None and isinstance(measured := stack.levels[1], HostLevel):
         stack._measured_host = measured

@@ -452,4 +452,5 @@ class Clock:
             rate = rates.down if working["up"] is None else rates.down_both
         else:
             return task.seconds
-        return task.num_bytes / (rate * (1 if working["cpu"] is None else CPU_SLOWS_LINK))
+        cpu = working["cpu"]
+        return task.num_bytes / (rate * (1 if cpu is None or cpu.held else CPU_SLOWS_LINK))  # held: it waits for a disk

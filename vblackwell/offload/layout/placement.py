@@ -358,7 +358,8 @@ def share_of_all(
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     link, cpu = measured()
     share = share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes), states)
-    return round(part * share / (1 + (micro_batches - 1) / ADDS_PER_UPDATE), 2)
+    share /= 1 + (micro_batches - 1) / ADDS_PER_UPDATE
+    return 0.0 if share < MIN_SHARE else round(part * share, 2)
 
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES, states: int = STATE_BYTES) -> float:
