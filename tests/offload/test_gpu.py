@@ -9,6 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -24,7 +27,7 @@ from vblackwell.offload.layout import placement as placement_module
 from vblackwell.offload.movement.lane import LaneEnd, LaneJob
 from vblackwell.offload.movement.lane_cuda import CudaLane
 from vblackwell.offload.movement.state import set_worker_delay
-from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
+from vblackwell.offload.optimizer import VGPUAdamW, _on_host, clip_grad_norm_
 from vblackwell.offload.state import export_state
 
 pytestmark = pytest.mark.gpu
@@ -334,3 +337,44 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
     for name, found in held.items():
         assert found.keys() == early_held[name].keys() and "exp_avg" in found
         assert all(torch.equal(each, early_held[name][key]) for key, each in found.items()), name
+
+
+def test_a_stack_makes_segments_expandable():
+    """What a user's three lines reserve: here in a process whose environment says nothing of it."""
+    program = """
+import torch, vblackwell
+stack = vblackwell.create_vgpu_stack(fast_memory="64MiB", host_memory="64MiB", disk_memory=0)
+kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+print(torch.cuda.memory_snapshot()[0]["is_expandable"])
+"""
+    environment = {name: said for name, said in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_other_threads_let_go_of_events_while_a_step_waits_for_its_norm():
+    """The worker does, and stood still for as long as the driver copied to memory that is not pinned."""
+    value, gone, waiting = torch.ones(2, device="cuda"), 0, threading.Event()
+
+    def let_go():
+        nonlocal gone
+        side = torch.cuda.Stream()
+        waiting.wait()
+        while waiting.is_set():
+            event = torch.cuda.Event()
+            event.record(side)
+            del event
+            gone += 1
+
+    _on_host(value)  # the driver pins a page here, before anything runs
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    torch.cuda._sleep(1 << 30)  # half a second or more on any GPU
+    waiting.set()
+    try:
+        assert _on_host(value).tolist() == [1, 1]
+    finally:
+        during = gone
+        waiting.clear()
+        thread.join()
+    assert during > 1000  # an event takes some microseconds; 84 with a copy to memory that is not pinned
