@@ -16,7 +16,7 @@ from tests.offload.conftest import MakeStack
 from vblackwell.offload import engine as engine_module
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.movement import spare as spare_module
-from vblackwell.offload.movement.spare import FILLED, FILLING, STEADY, UNUSED, WATCHED, SpareMemory
+from vblackwell.offload.movement.spare import CREEP, FILLED, FILLING, STEADY, UNUSED, WATCHED, SpareMemory
 from vblackwell.offload.optimizer import VGPUAdamW
 
 PLANNED, STATES, CAPACITY = 100, 150, 1000
@@ -94,6 +94,18 @@ def test_weights_get_what_steps_leave(world: World):
     assert world.steps(3, ids(1, 64)) == world.steps(3, ids(4, 16)) == world.begun[-1] == grown(4 * 64 + 40)
     world.steps(1, ids(4, 64), extra=40)
     assert world.reserved == CAPACITY - int((1 - FILLED) * CAPACITY)
+
+
+@pytest.mark.parametrize(
+    ("page", "waited"), [(CREEP * CAPACITY / STEADY, 0), (CREEP * CAPACITY / STEADY * 2, STEADY - 1)]
+)
+def test_pages_that_come_late_are_counted_and_not_waited_for(world: World, page: float, waited: int):
+    """But so many of them are, however slowly they come."""
+    pages = [int(page * number) for number in range(STEADY)]
+    for late in pages:
+        world.steps(1, ids(4, 64), extra=late)
+    assert world.steps(waited, ids(4, 64), extra=pages[-1]) == PLANNED
+    assert world.steps(1, ids(4, 64)) == grown(4 * 64 + pages[-1])
 
 
 @pytest.mark.parametrize(("held", "kept"), [(0, 0), (120, 120), (300, 300)])

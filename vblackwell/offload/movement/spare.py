@@ -16,6 +16,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.movement.weights import WeightStreamer
 
 STEADY = 4  # steps. The first make what later ones find: states, compiled code, shadows as their pages come
+CREEP = 0.01  # of level 0 that the steady ones may reserve beyond their first: expandable segments grow by pages
 FILLING = 1  # steps in which weights that got more are loaded
 WATCHED = 2  # steps after these, by which `LayerGraphs.allow` judges
 FILLED = 0.78  # of level 0, by weights that nothing has planned: what a step needs once in a while has room there too
@@ -27,7 +28,7 @@ MOST_KINDS = 64  # of forwards that are remembered
 class SpareMemory:
     """Lets the loaded weights of one model have what its steps leave of level 0, up to `FILLED`: that saves loads.
 
-    When `STEADY` steps have reserved nothing new, the most that torch has held is what a step needs. A forward
+    When `STEADY` steps have reserved next to nothing new, the most that torch has held is what a step needs. A forward
     may need more whose inputs are larger in some dimension than all before, or that differs in its arguments, in
     training, in recording gradients, or in how many models stream: it runs with the planned budget, what weights had
     beyond that goes back to the driver, and steps are watched anew. So does any with inputs that are no numbers,
@@ -48,8 +49,8 @@ class SpareMemory:
 
     def _watch(self) -> None:
         self._granted, self._left, self._may_capture = False, 0, False
-        # Steady ones, or those since more was granted; reserved at the last; forwards since then.
-        self._steps = self._last = self._forwards = 0
+        # Steady ones, or those since more was granted; reserved at the first steady one; forwards since the last.
+        self._steps = self._first = self._forwards = 0
         self._since = self._clock()  # the first steady one
 
     def _clock(self) -> tuple[float, list[float]]:
@@ -98,10 +99,11 @@ class SpareMemory:
             self._grant()  # after that: graphs may take less than they might have, or save no time
             return
         self.look()
-        self._steps = self._steps + 1 if self._reserved == self._last else 0
+        steady = self._reserved - self._first <= CREEP * self._stack.levels[0].capacity_bytes
+        self._steps = self._steps + 1 if steady else 0
         if not self._steps:
-            self._since = self._clock()
-        self._last, self._forwards = self._reserved, 0
+            self._since, self._first = self._clock(), self._reserved
+        self._forwards = 0
         if self._steps == STEADY:
             level0, device = self._stack.levels[0], self._stack.level0_device
             total = gpu_bytes_left(device) + torch.cuda.memory_allocated(device)
