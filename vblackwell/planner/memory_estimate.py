@@ -11,12 +11,12 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, check_known
 from vblackwell.machine.gpus import NUM_SMS, context_bytes
-from vblackwell.nn.convert.training import checkpoint_layers
+from vblackwell.nn.convert.training import checkpoint_layers, fuse
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model, of_decoder
 from vblackwell.trace.allocator import replay
-from vblackwell.trace.causal_lm import language_batch
+from vblackwell.trace.causal_lm import language_batch, language_loss
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
 from vblackwell.units import MiB, format_bytes
 
@@ -72,6 +72,19 @@ class Run:
         if self.checkpointing:
             checkpoint_layers(model)
         return model
+
+    @functools.cached_property
+    def fused(self) -> "Run":
+        """As a stack runs it: a causal model of transformers on fused operators; anything else as it is."""
+        if self.spec.loss is not language_loss:
+            return self
+
+        def build(dtype: torch.dtype) -> nn.Module:
+            model = self.spec.build(dtype)
+            fuse(model)
+            return model
+
+        return replace(self, spec=replace(self.spec, build=build))
 
     @functools.cached_property
     def step(self) -> Callable[[int], Trace]:

@@ -25,6 +25,7 @@ from torch import nn
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.nn.convert.linears import find_linears, store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters
+from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout.generation import (
     CacheShape,
     cache_shape,
@@ -175,9 +176,16 @@ class WhatFits:
         """``kind``: 'plain', 'train', or of `WAYS` that train adapters; ``tiled``: packed weights lie as on a GPU."""
         length = min(SEQ_LENGTH, self._positions(name))
         spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}")
-        if kind.startswith("adapters"):
-            spec = replace(spec, build=lambda dtype: self._adapted(name, kind == "adapters", tiled))
-        plain = kind == "plain"
+        build, plain = spec.build, kind == "plain"
+
+        def fused(dtype: torch.dtype) -> nn.Module:
+            """As it is trained."""
+            packs = kind == "adapters"
+            model = self._adapted(name, packs, tiled) if kind.startswith("adapters") else build(dtype)
+            fuse(model)
+            return model
+
+        spec = spec if plain else replace(spec, build=fused)
         precision = "fp32" if plain else "bf16"
         return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 

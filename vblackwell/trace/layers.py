@@ -4,8 +4,9 @@ Equal layers allocate and compute the same, one after another: a trace of three 
 is recorded, each event is given to a layer: in forward to the last one whose storages an operator has read, in backward
 to the first; in lists of an optimizer to the layer of the parameter. What a middle layer does is repeated; where it
 releases what a neighbour made, of the copy's neighbour. `lengthened` repeats it once first and compares that with a
-trace of one layer more: unless both are equal, to the event, it gives nothing. Four layers and five are tried next
-(the first product of backward may be the middle layer's of three), and then the model is traced whole.
+trace of one layer more: unless both are equal, to the event (but for the order of what is released at once), it gives
+nothing, and the model is traced whole. Layers that are computed again take four and five: the first product of backward
+may be the middle layer's of three.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from vblackwell.trace.work import Work, of_longer_lists
 
-FEW = (3, 4, 5)
+FEW, FEW_RECOMPUTED = (3, 4), (4, 5)
 MIDDLE = 1  # the layer that is repeated
 Layer = int | None  # None: of no layer
 _KNOWN = ("transformers.models.", "vblackwell.nn.decoder.")  # others' code may do anything by a layer's number
@@ -54,7 +55,7 @@ def equal_layers(model: Any) -> nn.ModuleList | None:
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     inside = {id(each) for one in lists for each in one.modules() if each is not one}
     outer = [each for each in lists if id(each) not in inside]
-    if not type(model).__module__.startswith(_KNOWN) or len(outer) != 1 or len(outer[0]) <= sum(FEW[:2]):
+    if not type(model).__module__.startswith(_KNOWN) or len(outer) != 1 or len(outer[0]) <= sum(FEW):
         return None
     layers, config = outer[0], vars(getattr(model, "config", _NoConfig))
     # What a model reads of its configuration, or of that of its part that reads text, by a layer's number.
@@ -95,6 +96,11 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
+def few_of(model: nn.Module, layers: nn.ModuleList) -> tuple[int, int]:
+    """How many of its ``layers`` are traced to know the rest."""
+    return FEW_RECOMPUTED if any(getattr(each, "gradient_checkpointing", False) for each in (model, layers[0])) else FEW
+
+
 @contextmanager
 def only_first(layers: nn.ModuleList, count: int) -> Iterator[None]:
     """Let the model have ``count`` of its layers."""
@@ -112,13 +118,26 @@ def lengthened(few: Recording, one_more: Recording, more: int) -> Recording | No
     try:
         work = _lengthened_work(few, one_more, more)
         tried = _lengthened_events(few, 1)
-        expected = tuple(map(tuple, (one_more.sizes, one_more.categories, one_more.events, one_more.marks)))
-        if tried != expected:
+        expected = one_more.sizes, one_more.categories, one_more.events, one_more.marks
+        if _by_birth(*tried) != _by_birth(*expected):
             return None
         sizes, categories, events, marks = _lengthened_events(few, more)
     except _Differs:
         return None
     return replace(one_more, sizes=sizes, categories=categories, events=events, marks=marks, work=work)
+
+
+def _by_birth(
+    sizes: Sequence[int], categories: Sequence[str], events: Sequence[int], marks: Sequence[Any]
+) -> tuple[tuple[Any, ...], ...]:
+    """The same with what is released at once in the order in which it was made: interpreters may choose another."""
+    starts, found, released = {start for start, _, _ in marks}, list[int](), list[int]()
+    for at, event in enumerate(events):
+        if event >= 0 or at in starts:
+            found += sorted(released)
+            released.clear()
+        (found if event >= 0 else released).append(event)
+    return tuple(sizes), tuple(categories), tuple(found + sorted(released)), tuple(marks)
 
 
 def _runs(layers: Sequence[Layer]) -> Iterator[tuple[Layer, range]]:

@@ -20,7 +20,7 @@ from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
-from vblackwell.trace.layers import FEW, Recording, equal_layers, lengthened, numbers_of, only_first
+from vblackwell.trace.layers import Recording, equal_layers, few_of, lengthened, numbers_of, only_first
 from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
@@ -130,7 +130,7 @@ def trace_training(
     model = on_meta(model)
     given: Any = make_batch, loss, make_optimizer, autocast, capability, num_sms, steps
     layers = equal_layers(model)
-    found = None if layers is None else _lengthened(layers, lambda: _record(model, layers, *given))
+    found = None if layers is None else _lengthened(model, layers, lambda: _record(model, layers, *given))
     found = found or _record(model, None, *given)
     parameters = list(model.parameters())
     counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -138,19 +138,17 @@ def trace_training(
     return Trace(*births, tuple(found.events), tuple(found.marks), *counts, tuple(found.work))
 
 
-def _lengthened(layers: nn.ModuleList, record: Callable[[], Recording]) -> Recording | None:
-    few: Recording | None = None
-    for count in FEW:
-        try:
-            with only_first(layers, count):
-                one_more = record()
-        except Untraceable:
-            return None  # all of it is traced next, and says what is wrong
-        found = None if few is None else lengthened(few, one_more, len(layers) - count + 1)
-        if found is not None:
-            return found
-        few = one_more
-    return None
+def _lengthened(model: nn.Module, layers: nn.ModuleList, record: Callable[[], Recording]) -> Recording | None:
+    few, one_more = few_of(model, layers)
+
+    def recorded(count: int) -> Recording:
+        with only_first(layers, count):
+            return record()
+
+    try:
+        return lengthened(recorded(few), recorded(one_more), len(layers) - few)
+    except Untraceable:
+        return None  # all of it is traced next, and says what is wrong
 
 
 def _record(
@@ -196,7 +194,7 @@ def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capabilit
     """
     model, given = on_meta(model), (make_batch, loss, capability)
     layers = equal_layers(model)
-    found = None if layers is None else _lengthened(layers, lambda: _record_forward(model, layers, *given))
+    found = None if layers is None else _lengthened(model, layers, lambda: _record_forward(model, layers, *given))
     work = (found or _record_forward(model, None, *given)).work
     return tuple(replace(each, issues=1.0) for each in work if each.kind != "host")
 
@@ -221,8 +219,10 @@ def _record_forward(
 def _recording(recorder: Recorder) -> Recording:
     log = recorder.log
     categories = [recorder.category.get(i, "workspace") for i in range(len(log.sizes))]
-    of_all = log.sizes, categories, log.events, recorder.marks, recorder.work
-    return Recording(*of_all, log.event_layers, log.layers, recorder.work_layers)
+    events, layers = tuple(log.events), tuple(log.event_layers)  # which grow with what ends later
+    return Recording(
+        log.sizes, categories, events, recorder.marks, recorder.work, layers, log.layers, recorder.work_layers
+    )
 
 
 def brief(error: Exception) -> str:

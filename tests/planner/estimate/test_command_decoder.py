@@ -18,15 +18,14 @@ import torch
 
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.planner import model_spec
-from vblackwell.planner.estimate import command
-from vblackwell.planner.estimate.command import advice_of, estimate_command, fused
+from vblackwell.planner import memory_estimate, model_spec
+from vblackwell.planner.estimate.command import advice_of, estimate_command, with_fused_step
 from vblackwell.planner.estimate.result import Estimated
 from vblackwell.planner.forecast import PLENTY, estimate_offload
 from vblackwell.planner.memory_estimate import Run, estimate_trace
 from vblackwell.planner.model_spec import of_config, of_decoder
 from vblackwell.trace.trace import Trace
-from vblackwell.units import GiB, MiB
+from vblackwell.units import GiB, MiB, format_bytes
 
 
 @functools.cache
@@ -64,8 +63,8 @@ def test_a_stack_that_needs_checkpointing_is_advised_with_it():
     assert not any("offload stack" in each.change for each in advice_of(estimated, below=(MiB, 0)))
 
 
-def test_a_stack_that_needs_fused_operators_is_advised_with_them():
-    """A vocabulary of 32,000 words over a small model: whole logits fill the card, and vb train never makes them."""
+def test_a_stack_has_fused_operators_as_it_runs(tmp_path, capsys):
+    """A vocabulary of 32,000 words over a small model: whole logits fill the card, and a stack never makes them."""
     fields = {
         "model_type": "qwen2", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -75,17 +74,19 @@ def test_a_stack_that_needs_fused_operators_is_advised_with_them():
     trace = run.trace(8)
     memory = estimate_trace(trace, run.capability)
     half = memory.peak_p50 // 2
-    stack = estimate_offload(run, trace, 8, half, PLENTY, 0)
-    assert stack.refused is not None
+    assert estimate_offload(run, trace, 8, half, PLENTY, 0).refused is not None
+    stack = estimate_offload(run.fused, run.fused.step(8), 8, half, PLENTY, 0)
     estimated = Estimated(run, 8, trace, memory, None, half, False, stack=stack)
     found = {each.change: each for each in advice_of(estimated)}
     assert (
         found["vb.accelerate_causal_lm(model)"].saved_bytes > 8 * 512 * 32000 * 4
     )  # one copy of them in fp32, and more
-    streamed = found["an offload stack, vb.accelerate_causal_lm(model) (vb train --vgpu-auto)"]
+    streamed = found["an offload stack (vb train --vgpu-auto)"]
     assert memory.peak_p50 - streamed.saved_bytes <= half and "of RAM" in streamed.cost
-    fits = replace(estimated, stack=estimate_offload(run, trace, 8, GiB << 4, PLENTY, 0))
-    assert not any(each.change.startswith("an offload stack, ") for each in advice_of(fits))  # it needs nothing else
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    assert not estimate_command(str(path), None, format_bytes(half), 8, 512, precision="bf16")
+    assert "with an offload stack: " in capsys.readouterr().out
 
 
 def test_what_is_done_already_is_not_advised():
@@ -97,7 +98,7 @@ def test_what_is_done_already_is_not_advised():
 
 def test_a_fused_step_as_it_is_traced():
     run = Run(of_decoder("decoder", DecoderConfig(512, 512, 1408, 4, 8, max_position=64)), 64)
-    ours, theirs = fused(run.trace(1)), replace(run, optimizer="adamw-fused").trace(1)
+    ours, theirs = with_fused_step(run.trace(1)), replace(run, optimizer="adamw-fused").trace(1)
     both = [estimate_trace(trace) for trace in (ours, theirs)]
     counts = len(list(run.model.parameters()))  # of steps, which a fused AdamW keeps on the GPU, in blocks of 512 bytes
     assert both[1].allocated - both[0].allocated == 512 * counts and both[0].reserved == both[1].reserved
@@ -120,7 +121,7 @@ def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, ca
         monkeypatch.setattr(owner, name, count)
 
     counted(model_spec, "build_causal_lm", lambda fields, source, dtype: dtype)
-    counted(command, "accelerate_causal_lm", lambda *args: None)
+    counted(memory_estimate, "fuse", lambda *args: None)
 
     def way(run: Run, batch_size: int) -> tuple[Any, ...]:
         is_fused = any("_vb_original" in type(each).__dict__ for each in run.model.modules())
@@ -140,7 +141,7 @@ def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, ca
     traces += [("autocast", False, False, 8), ("fp32", False, False, 4)]
     expected: dict[Any, int] = {("trace", key): 1 for key in traces}
     largest = {key: 1 for key in counts if key[0] == "trace" and key[1][3] not in (4, 8)}  # of one to three sequences
-    expected |= largest | {("build_causal_lm", torch.float32): 3, ("accelerate_causal_lm", None): 1}
+    expected |= largest | {("build_causal_lm", torch.float32): 3, ("fuse", None): 1}
     assert counts == expected
 
 

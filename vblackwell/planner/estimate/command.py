@@ -3,18 +3,13 @@
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-
-import torch
-from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, KnownGPU, context_bytes, find_gpu
 from vblackwell.machine.rates import rates_of
-from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.nn.decoder.config import PRESETS
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.result import Advice, Estimated
@@ -22,7 +17,6 @@ from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offloa
 from vblackwell.planner.memory_estimate import Run, estimate_trace, fits
 from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model
 from vblackwell.planner.several_gpus import check_several, sharded_step
-from vblackwell.trace.causal_lm import language_loss
 from vblackwell.trace.trace import Trace, Untraceable
 from vblackwell.trace.work import Work, phase_seconds
 from vblackwell.units import GiB, MiB, TiB, format_bytes, format_seconds, parse_bytes
@@ -136,8 +130,18 @@ def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stac
         resident = found.batch_size * run.seq_length / sum(phase_seconds(trace.work, rates).values())
         found = replace(found, resident=resident, rates=rates.source)
     if not found.fits or wants_stack:
-        found = replace(found, stack=estimate_offload(run, trace, found.batch_size, gpu_bytes, *below, rates))
+        fused = None if found.measured is not None else traced_or_none(run.fused, found.batch_size)
+        streamed = (run, trace) if fused is None else (run.fused, fused)
+        found = replace(found, stack=estimate_offload(*streamed, found.batch_size, gpu_bytes, *below, rates))
     return found
+
+
+def traced_or_none(run: Run, batch_size: int) -> Trace | None:
+    """Its step; None where this model cannot be run so."""
+    try:
+        return run.step(batch_size)
+    except (ConfigurationError, Unsupported):
+        return None
 
 
 MAX_SHOWN = 6
@@ -194,14 +198,15 @@ class _Ways:
 
     def others(self) -> Iterator[Way]:
         run, trace, stack = self.estimated.run, self.estimated.trace, self.estimated.stack
-        changed = replace(run, checkpointing=True)
+        changed, fused = replace(run, checkpointing=True), run.fused
         recomputing = None if run.checkpointing else self._trace_of(changed)
         if not run.expandable:
             yield from self.plain("PYTORCH_ALLOC_CONF=expandable_segments:True", replace(run, expandable=True), trace)
         if run.optimizer in ("adamw", "adamw-for-loop"):
-            yield from self.plain("torch.optim.AdamW(fused=True)", run, fused(trace))
+            yield from self.plain("torch.optim.AdamW(fused=True)", run, with_fused_step(trace))
         yield from self.plain(RECOMPUTING, changed, recomputing)
-        traced = list(self._on_fused_operators(run))
+        # Without a batch's logits; ours runs on them in any case.
+        traced = [] if fused is run else list(self.plain(FUSED, fused, self._trace_of(fused)))
         for precision, also in (("autocast", "products in bf16"), ("bf16", NARROW_WEIGHTS)):
             if run.precision == "fp32" and (precision == "autocast" or not traced):
                 spec = _with_model(run) if precision == "autocast" else run.spec
@@ -214,29 +219,16 @@ class _Ways:
             yield from self.plain(change, run, self._trace_of(run, smaller), batch_size=smaller)
         if stack is not None and not stack.refused:
             yield self._stacked("", stack)
-        elif stack is not None:
+        elif stack is not None and not run.checkpointing:
+            if fused is not run:
+                changed = replace(
+                    fused, spec=_with_model(fused), checkpointing=True
+                )  # nobody needs it without any more
+                recomputing = self._trace_of(changed)
             yield from self._streamed(RECOMPUTING, changed, recomputing)
 
-    def _on_fused_operators(self, run: Run) -> Iterator[Way]:
-        """Without a batch's logits; under a stack where none holds it as it is, recomputing only if it must."""
-        if run.spec.loss is not language_loss:
-            return  # ours runs on them in any case
-        run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))
-        trace, stack = self._trace_of(run), self.estimated.stack
-        yield from self.plain(FUSED, run, trace)
-        if trace is None or stack is None or stack.refused is None:
-            return
-        stacked = list(self._streamed(FUSED, run, trace))
-        if not stacked and not run.checkpointing:
-            run = replace(run, spec=_with_model(run), checkpointing=True)  # nobody needs it without any more
-            stacked = self._streamed(f"{FUSED}, {RECOMPUTING}", run, self._trace_of(run))
-        yield from stacked
-
     def _trace_of(self, run: Run, batch_size: int = 0) -> Trace | None:
-        try:
-            return run.step(batch_size or self.batch_size)
-        except (ConfigurationError, Unsupported):
-            return None  # this model cannot be run so: nothing to advise
+        return traced_or_none(run, batch_size or self.batch_size)
 
     def plain(
         self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int = 0, peak: int = 0
@@ -272,13 +264,7 @@ def _with_model(run: Run) -> ModelSpec:
     return replace(run.spec, build=lambda dtype: model)
 
 
-def _accelerated(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.Module:
-    model = build(dtype)
-    accelerate_causal_lm(model)
-    return model
-
-
-def fused(trace: Trace) -> Trace:
+def with_fused_step(trace: Trace) -> Trace:
     """``trace`` with one kernel for the optimizer: it makes nothing but states, and every parameter passes once."""
     made = {index for index in trace.born_in("optimizer") if trace.categories[index] == "workspace"}
     rest = tuple(each for each in trace.work if each.phase != "optimizer")
