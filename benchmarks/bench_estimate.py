@@ -1,12 +1,14 @@
 """The estimator against real runs: bytes that torch and the driver count, and the limit at which a run really fails.
 
     python benchmarks/bench_estimate.py --cases 100 --jobs 8 --limit 150 --boundary 12 --timed 8
+    python benchmarks/bench_estimate.py --random 30 --seed 7                              # what vb train was promised
     python benchmarks/bench_estimate.py --cases 10 --tiny --device cpu                    # without a GPU
 
 Cases are drawn from a grid with a seed (lib/estimate/cases.py). Each is predicted in a process that sees no GPU, then
 runs two real steps in a separate process, several at a time. With a GPU its rates are measured first, for the step
 times that are predicted; timed cases run before the others, each alone. A case that fails is a row with its error, and
 the exit code is then 1. The tables are printed also when time is over or the run is stopped (SIGTERM).
+--random draws commands instead, of `vb train --vgpu-auto`, one after the other (lib/estimate/planned.py).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from benchmarks.lib.child_process import until_stopped
 from benchmarks.lib.estimate.cases import FAMILIES, Case, boundary_cases, draw
 from benchmarks.lib.estimate.measure import boundary, measure
 from benchmarks.lib.estimate.models import build
+from benchmarks.lib.estimate.planned import draw_runs, measure_run, planned_lines, planned_rows
 from benchmarks.lib.estimate.pool import Pool, Task, cuda_in_a_fork, rates_here
 from benchmarks.lib.estimate.predict import predict_without_gpu
 from benchmarks.lib.estimate.report import (
@@ -67,6 +70,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cases", type=int, default=100)
     add("--seed", type=int, default=0)
+    add("--random", type=int, default=0, metavar="N", help="N runs of vb train --vgpu-auto instead")
     add("--boundary", type=int, default=0, metavar="N", help="search the real limits of at least N more runs")
     add("--timed", type=int, default=0, metavar="N", help="time steps of N cases, each alone on the GPU")
     add("--jobs", type=int, default=8, help="cases at a time")
@@ -205,8 +209,27 @@ def report(args: argparse.Namespace, told: Answers, real: Answers) -> int:
     return int(any(row["error"] for row in rows))
 
 
+def grade_plans(args: argparse.Namespace) -> int:
+    """Each of the drawn commands alone on the machine, and by how much its plan was off; 1 where one failed."""
+    runs, found = draw_runs(args.random, args.seed, on_gpu=args.device == "cuda"), Answers()
+    deadline = time.monotonic() + args.limit
+    with until_stopped():
+        for run in runs:
+            left = min(args.case_limit, deadline - time.monotonic())
+            if left > 0:
+                found[run.name] = measure_run(run, args.device, left)
+                tell(f"{run.name}: {found[run.name].get('error', 'ok')}")
+    rows = planned_rows(runs, found)
+    print("\n".join(planned_lines(rows)), flush=True)
+    if args.device == "cuda":
+        append_csv(args.csv.with_name("planned.csv"), [{**machine(), **row} for row in rows])
+    return int(any(row["error"] for row in rows))
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.random:
+        return grade_plans(args)
     torch.set_num_threads(1)
     preload()
     start = start_of_children(args)

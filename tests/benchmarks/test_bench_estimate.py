@@ -171,3 +171,42 @@ def test_a_case_without_an_answer_is_told_and_a_floor_that_nothing_measures_is_n
         "reserved + context: NOT MEASURED",
         "step time: FLOOR MISSED, of 1 cases",
     ]
+
+
+def test_planned_runs_are_drawn_of_every_kind(part):
+    planned = part("planned")
+    runs = planned.draw_runs(18, 5, on_gpu=True)
+    assert runs == planned.draw_runs(18, 5, on_gpu=True) != planned.draw_runs(18, 6, on_gpu=True)
+    assert {(run.flags, run.clipping) for run in runs} >= {
+        (kind, name) for kind in planned.KINDS for name in planned.NORMS
+    }
+    assert len({run.name for run in runs}) == 18 and {run.cap_bytes >> 30 for run in runs} <= {8, 12, 16, 24}
+
+
+def test_what_plans_promised_is_compared_with_reports(part):
+    planned = part("planned")
+    runs = planned.draw_runs(3, 5, on_gpu=True)
+    tokens = runs[0].seq * runs[0].batch
+    answer = {
+        "gpu_bytes": {"predicted": 103, "measured": 100},
+        "host_bytes": {"predicted": 50, "measured": 0},
+        "tokens_per_second": {"predicted": tokens / 2, "measured": tokens / 4},
+        "choice": "streamed", "clipped_share": 1.0, "again": False, "held": False, "seconds": 9.0,
+    }  # fmt: skip
+    rows = planned.planned_rows(runs, {runs[0].name: answer, runs[1].name: {"error": "exit code 2: no"}})
+    assert [row["error"] for row in rows] == ["", "exit code 2: no", "not run"]
+    assert (rows[0]["predicted_step"], rows[0]["step"]) == (2.0, 4.0)
+    lines = planned.planned_lines(rows)
+    assert "+3.0%       -  -50.0%   100%  streamed OVER THE CAP" in lines[1] and "no" in lines[2]
+    said = "\n".join(lines)
+    assert "reserved of the GPU, or of the arena" in said and "FLOOR MISSED" in said
+    assert lines[-1] == "runs: 1 of 3; did not fit as planned: 1 (floor 0)"
+
+
+@pytest.mark.slow
+def test_a_planned_run_is_a_command_of_the_package(part, capsys):
+    """Some seconds of imports, and a plan by rates that are measured first."""
+    bench = importlib.import_module("benchmarks.bench_estimate")
+    assert not bench.main(["--random", "2", "--seed", "3", "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert "runs: 2 of 2; did not fit as planned: 0" in said and "streamed" in said

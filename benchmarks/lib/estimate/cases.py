@@ -132,7 +132,7 @@ def _one(rng: random.Random, number: int, name: str) -> Case:
         attention,
         batch,
         seq,
-        expandable or stack,  # which asks for them
+        expandable or bool(stack),  # which asks for them
         stack,
         GiB if stack else 0,
     )

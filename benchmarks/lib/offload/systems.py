@@ -94,6 +94,8 @@ def hf_config(shape: Shape, seq: int) -> Any:
         "tie_word_embeddings": shape.tied,
         "use_cache": False,
         "attn_implementation": "sdpa",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     if shape.family == "gpt2":
         return AutoConfig.for_model(
