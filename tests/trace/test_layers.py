@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,9 @@ def spec_of(fields: dict[str, Any], change: Callable[[nn.Module], object] | None
 
 def in_order(trace: Trace) -> Trace:
     """What is released at once by number: two runs of an interpreter may do it in another order."""
-    runs = groupby(trace.events, lambda event: event < 0)
+    starts = [start for start, _, _ in trace.marks]
+    numbered = groupby(enumerate(trace.events), lambda each: (each[1] < 0, bisect(starts, each[0])))
+    runs = [(gone, [event for _, event in run]) for (gone, _), run in numbered]
     return replace(trace, events=tuple(event for gone, run in runs for event in (sorted(run) if gone else run)))
 
 
@@ -211,5 +214,11 @@ def test_what_another_layer_does_otherwise_is_not_repeated(monkeypatch):
     work = [*one_more.work[:-1], replace(one_more.work[-1], num_bytes=1)]
     for changed in ({"sizes": sizes}, {"events": events}, {"work": work}):
         assert lengthened(few, replace(one_more, **changed), more) is None
+    releases = [at for at, event in enumerate(one_more.events) if at > 100 and max(event, one_more.events[at - 1]) < 0]
+    starts = [start for start, _, _ in one_more.marks]
+    within, across = (next(at for at in releases if (at in starts) is ends) for ends in (False, True))
+    for at, is_same in ((within, True), (across, False)):  # what is released at once may be in any order
+        events = [*one_more.events[: at - 1], *reversed(one_more.events[at - 1 : at + 1]), *one_more.events[at + 1 :]]
+        assert (lengthened(few, replace(one_more, events=events), more) is not None) is is_same
     monkeypatch.setattr(layers_of_few, "MIDDLE", 2)  # the last of three: the head's events are its own, too
     assert lengthened(few, one_more, more) is None

@@ -75,7 +75,8 @@ class Run:
 
     @functools.cached_property
     def fused(self) -> "Run":
-        """As a stack runs it: a causal model of transformers on fused operators; anything else as it is."""
+        """As a stack runs it: a causal model that transformers has by its configuration, on fused operators; anything
+        else as it is."""
         if self.spec.loss is not language_loss:
             return self
 

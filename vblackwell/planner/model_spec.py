@@ -1,5 +1,6 @@
 """What MODEL of ``vb estimate`` means: how to build it without bytes, its vocabulary, and how its loss is had."""
 
+import copy
 import importlib
 import json
 import sys
@@ -127,7 +128,17 @@ def _of_factory(text: str) -> ModelSpec:
         wrong = f"{text} has no nn.Embedding, so what it takes is not known"
         raise ConfigurationError(f"{wrong}: use vblackwell.trace.trace.trace_training from Python")
     model.train()
-    return ModelSpec(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        """One that may be changed, where it can be copied."""
+        if not all(each.is_meta for each in (*model.parameters(), *model.buffers())):
+            return model.to(dtype)
+        try:
+            return copy.deepcopy(model).to(dtype)
+        except Exception:  # a module's own __deepcopy__ may raise anything; that it cannot be copied is no error here
+            return model.to(dtype)
+
+    return ModelSpec(text, build, max(sizes), _any_loss, make, note)
 
 
 def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | None]:

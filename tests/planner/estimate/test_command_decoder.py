@@ -141,7 +141,7 @@ def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, ca
     traces += [("autocast", False, False, 8), ("fp32", False, False, 4)]
     expected: dict[Any, int] = {("trace", key): 1 for key in traces}
     largest = {key: 1 for key in counts if key[0] == "trace" and key[1][3] not in (4, 8)}  # of one to three sequences
-    expected |= largest | {("build_causal_lm", torch.float32): 3, ("fuse", None): 1}
+    expected |= largest | {("build_causal_lm", torch.float32): 4, ("fuse", None): 2}
     assert counts == expected
 
 

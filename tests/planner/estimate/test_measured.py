@@ -134,6 +134,15 @@ def test_a_factory_that_needs_values_is_built_for_real_and_traced(capsys):
     assert report["method"] == "traced" and spec.note == report["assumptions"][0] == err.strip()
 
 
+def test_runs_of_one_factory_leave_each_other_alone():
+    """`vb estimate` asks for its model in bf16 too, and with its layers computed again, before it asks once more."""
+    run = run_of("Plain")
+    before = run.trace(4)
+    narrow = replace(run, precision="bf16")
+    assert narrow.trace(4).total("weights") * 2 == before.total("weights") and narrow.model is not run.model
+    assert run.trace(4) == before
+
+
 def test_a_module_that_is_neither_built_nor_copied_on_meta_is_measured(capsys):
     arguments = ("reading_models:Uncopied", None, "1GiB", 4, 32, "adamw", "fp32", False, False, None, None, True)
     assert estimate_command(*arguments) == 0

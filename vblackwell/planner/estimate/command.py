@@ -220,11 +220,9 @@ class _Ways:
         if stack is not None and not stack.refused:
             yield self._stacked("", stack)
         elif stack is not None and not run.checkpointing:
-            if fused is not run:
-                changed = replace(
-                    fused, spec=_with_model(fused), checkpointing=True
-                )  # nobody needs it without any more
-                recomputing = self._trace_of(changed)
+            again = replace(fused, checkpointing=True)
+            found = None if fused is run else self._trace_of(again)
+            changed, recomputing = (changed, recomputing) if found is None else (again, found)
             yield from self._streamed(RECOMPUTING, changed, recomputing)
 
     def _trace_of(self, run: Run, batch_size: int = 0) -> Trace | None:

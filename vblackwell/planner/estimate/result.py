@@ -98,6 +98,8 @@ class Estimated:
             f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is {context}",
             f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled",
         ]
+        if self.stack is not None and run.fused is not run:
+            found.append("an offload stack runs the model on fused operators, as it does unless accelerate=False")
         if self.resident is not None:
             found.append(f"speeds by {self.rates}; {STREAMED_ERROR}")
         if self.several is not None:
