@@ -130,13 +130,12 @@ def _of_factory(text: str) -> ModelSpec:
     model.train()
 
     def build(dtype: torch.dtype) -> nn.Module:
-        """One that may be changed, where it can be copied."""
-        if not all(each.is_meta for each in (*model.parameters(), *model.buffers())):
-            return model.to(dtype)
-        try:
-            return copy.deepcopy(model).to(dtype)
-        except Exception:  # a module's own __deepcopy__ may raise anything; that it cannot be copied is no error here
-            return model.to(dtype)
+        """One that may be changed, unless it has bytes: that is measured, and never traced."""
+        if note is None:
+            with torch.device("meta"):
+                return on_meta(make()).train().to(dtype)
+        is_copy = all(each.is_meta for each in (*model.parameters(), *model.buffers()))
+        return (copy.deepcopy(model) if is_copy else model).to(dtype)
 
     return ModelSpec(text, build, max(sizes), _any_loss, make, note)
 
