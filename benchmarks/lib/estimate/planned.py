@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.child_process import REPO
 from benchmarks.lib.estimate.report import Row, relative, spread
 from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.draw import ON_CPU, ON_GPU, drawn_shape, streamed_bytes
@@ -143,6 +144,7 @@ def measure_run(run: PlannedRun, device: str, limit_seconds: float) -> dict[str,
         start = [sys.executable, "-c", "from vblackwell.cli import main; raise SystemExit(main())"]
         threads = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # as a user has them
         how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": threads}
+        how["cwd"] = REPO  # the package, where it is not installed
         try:
             done = subprocess.run([*start, *words], timeout=limit_seconds, check=False, **how)
         except subprocess.TimeoutExpired:

@@ -270,7 +270,16 @@ class PackableLinear(PackedLinear):
             meta = bytearray(json.dumps(packed.coarse.meta()).encode())
             destination[prefix + META] = torch.frombuffer(meta, dtype=torch.uint8)
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *rest) -> None:  # type: ignore
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         self._forget()
         device = self.weight_codes.device if self.weight is None else self.weight.device
         shape, own = (self.out_features, self.in_features), {prefix + name for name in self.state_names}
@@ -285,10 +294,11 @@ class PackableLinear(PackedLinear):
             if packed.shape != shape:
                 wanted = f"this layer's is {shape}: the checkpoint belongs to another model"
                 raise ConfigurationError(f"{prefix}weight is packed with shape {packed.shape}, {wanted}")
-            self._adopt(packed if metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
+            self._adopt(packed if local_metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
             self._drop_buffers()
             self.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
-        super()._load_from_state_dict(others, prefix, metadata, strict, missing_keys, *rest)
+        rest = strict, missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(others, prefix, local_metadata, *rest)
