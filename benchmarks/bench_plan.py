@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +282,7 @@ def measure_again(bench: Bench, rows: list[Row]) -> None:
 def main(argv: list[str] | None = None) -> int:
     bench = Bench(parse(argv))
     forecast = Forecast(bench.run(), bench.machine)
-    plan = forecast.plan(bench.space())
+    plan = forecast.plan(replace(bench.space(), updates=("auto",)))
     print("\n".join(plan.lines()), flush=True)
     rows = draw(bench.space(), forecast, plan, bench.options.placements, bench.options.seed)
     print(f"rates: {asdict(bench.rates)}")

@@ -148,6 +148,7 @@ def _seconds(rows: list[Row]) -> float:
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 NEVER = 1e-15
+UPDATES: tuple[str | float, ...] = ("device", 0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, "host")
 Sized = tuple[Choice, Prediction]
 
 
@@ -155,7 +156,7 @@ def space_of(sequences: int, has_gpu: bool) -> Space:
     """What may be chosen for a step of so many sequences."""
     batches = ((sequences, 1), (sequences // 2, 2)) if sequences % 2 == 0 else ((sequences, 1),)
     checkpointing, activations = ((False, True), ("level0", "host")) if has_gpu else ((False,), ("level0",))
-    return Space(batches, checkpointing, activations=activations)
+    return Space(batches, checkpointing, updates=UPDATES if has_gpu else ("host", "device"), activations=activations)
 
 
 def draw(space: Space, forecast: Forecast, plan: Plan, count: int, seed: int) -> list[Row]:

@@ -20,7 +20,9 @@ def test_only_combinations_that_mean_something():
     assert len(choices) == len(set(choices))
     assert {(each.batch_size, each.accumulation_steps) for each in choices} == {(8, 1), (4, 2)}
     assert all(each.checkpointing for each in choices if each.activations == "host")
-    assert {each.update for each in choices if each.states == "8bit"} == {"device"}
+    told = list(Space(((8, 1),), updates=("device", 0.3, "host"), states=("fp32", "8bit")).choices())
+    assert {each.update for each in told if each.states == "8bit"} == {"device"}
+    assert {each.update for each in told if each.states == "fp32"} == {"device", 0.3, "host"}
     plain = list(Space(((8, 1),)).choices())
     assert all(each.states == "fp32" for each in plain)  # what changes numbers is not tried by itself
     assert {each.placement for each in plain} == {"resident", "streamed"}

@@ -23,11 +23,12 @@ from vblackwell.nn.convert.lora import Lora, add_adapters
 from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.layout.forecast import fastest_updates
 from vblackwell.offload.layout.groups import KINDS, PARAMETER_KINDS, Formats, bytes_when_resident, moment_ranges
 from vblackwell.offload.layout.placement import StreamingOptions, old_kinds, place_streamed, spaces
 from vblackwell.planner.forecast import Forecast, Machine, Placed
 from vblackwell.planner.memory_estimate import P99_BYTES, Run
-from vblackwell.planner.placement import SHARES, Bounds, Plan, Space
+from vblackwell.planner.placement import Bounds, Plan, Space
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.prepare import build_stack, make_optimizer
@@ -227,17 +228,20 @@ def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     undo, size = case.dtype is not torch.float16, bytes_when_resident(model, case.dtype, case.formats)
     bounds = Bounds(2 * P99_BYTES + int(case.level0 * size), int(case.host * size), int(case.disk * size))
     forecast = Forecast(run, Machine(bounds, RATES, undo=undo), case.formats.masters)
-    updates = SHARES if not case.formats.packed else ("device",)
-    space = Space(((BATCH, case.micro_batches),), (False,), ("streamed",), updates, states=(case.formats.states,))
+    space = Space(((BATCH, case.micro_batches),), (False,), ("streamed",), states=(case.formats.states,))
     try:
         choice = forecast.plan(space).choice
     except (InsufficientMemory, Unsupported):
         return
     placed = forecast.place(choice)
     assert isinstance(placed, Placed) and placed.step is not None and placed.choice == choice
+    below = [bounds.host] + ([bounds.disk] if bounds.disk else [])
+    untold, levels = StreamingOptions(case.dtype, formats=case.formats), spaces([bounds.gpu, *below], on_gpu=True)
+    updates = fastest_updates(model, levels, untold, lambda: (RATES.up_both, RATES.cpu_adamw))
+    assert updates(case.micro_batches) == choice.update  # of a run that is told nothing
     sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
     options = StreamingOptions(case.dtype, update=choice.update, formats=case.formats, **sizes)
-    capacities = [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else [])
+    capacities = [choice.level0_bytes, *below]
     found = place_streamed(model, spaces(capacities, on_gpu=True), options)
     gradients = found.gradient_ranges(found.trainable, case.micro_batches, undo=undo)
     storage = found.storage.with_ranges(gradients + moment_ranges(found.trainable))

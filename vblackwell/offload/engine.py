@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.checkpoint import second_pass_under, top_hooks
+from vblackwell.offload.layout.forecast import Update, fastest_updates
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
 from vblackwell.offload.layout.placement import (
-    Measured,
     StreamedPlacement,
     StreamingOptions,
     place_streamed,
@@ -70,12 +71,15 @@ def stream(
     options: StreamingOptions,
     source: ModelSource,
     store: ActivationStore | None = None,
-    measured: Measured | None = None,
+    measured: Callable[[], tuple[float, float]] | None = None,
 ) -> "Offload":
     """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors
-    as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0.
+    as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0; ``measured``: as
+    `fastest_updates` has it, None: no GPU.
     """
-    found = place_streamed(model, spaces_of(stack), options, measured)
+    levels = spaces_of(stack)
+    updates = None if measured is None else fastest_updates(model, levels, options, measured)
+    found = place_streamed(model, levels, options if updates is None else replace(options, update=updates(1)))
     storage = Storage(stack, name, found.storage)
     plain: list[tuple[Tensor, Tensor, type]] = []
     try:
@@ -89,7 +93,7 @@ def stream(
         move_buffers(model, stack.level0_device)
         params = [slot.param for group in found.groups for slot in group.slots]
         plain = [(param, param.data, type(param)) for param in params]
-        return Offload(model, name, found, storage, store)
+        return Offload(model, name, found, storage, store, updates)
     except BaseException:
         for param, data, kind in plain:
             make_plain(param, kind, data)
@@ -128,6 +132,7 @@ class Offload:
         found: StreamedPlacement,
         storage: Storage,
         activations: ActivationStore | None,
+        updates: Callable[[int], Update] | None,
     ) -> None:
         self.model, self.name = model, name
         self.stack = stack = storage.stack
@@ -135,6 +140,7 @@ class Offload:
         self.storage = storage
         self.device = stack.level0_device
         self.activations = activations
+        self._updates = updates  # where they run in steps of so many micro-batches
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
@@ -420,8 +426,10 @@ class Offload:
         rest = [group for group in self.groups if group.trainable() and group not in groups]
         control = self.step_control
         with self.lock:
-            before, first = control.found, control.source is None and not control.num_steps
-            for found in [before.in_steps_of(optimizer.accumulation_steps), before] if first else [before]:
+            before, tried = control.found, [control.found]
+            if self._updates is not None and control.source is None and not control.num_steps:
+                tried.insert(0, before.updated(self._updates(optimizer.accumulation_steps)))
+            for found in tried:
                 control.divide(found)
                 now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
                 later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]

@@ -6,7 +6,7 @@ another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says f
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout import placement as layout
-from vblackwell.offload.layout.forecast import StepForecast, forecast_step
+from vblackwell.offload.layout.forecast import CPU_IN_STEP, StepForecast, Update, fastest_updates, forecast_step
 from vblackwell.offload.layout.groups import (
     Formats,
     Group,
@@ -30,7 +30,7 @@ from vblackwell.offload.layout.groups import (
 )
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
 from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of
-from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
+from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import phase_seconds, streaming_work
@@ -105,6 +105,7 @@ class Forecast:
         self.model = functools.cache(self._model)
         self._seconds = functools.cache(self._phase_seconds)
         self._groups = functools.cache(lambda model, formats: find_groups(model, None, None, formats)[0])
+        self._updates = functools.cache(self._fastest_updates)
 
     def _model(self, checkpointing: bool) -> nn.Module:
         run = self.run if checkpointing == self.run.checkpointing else replace(self.run, checkpointing=checkpointing)
@@ -124,9 +125,9 @@ class Forecast:
 
     @property
     def rates(self) -> Rates:
-        """The machine's, in a step: next to a GPU the CPU does `IN_STEP` of what it updates when copies alone run."""
+        """The machine's, in a step: next to a GPU the CPU does less than what it updates when copies alone run."""
         rates = self.machine.rates
-        return replace(rates, cpu_adamw=rates.cpu_adamw * layout.IN_STEP) if self.machine.has_gpu else rates
+        return replace(rates, cpu_adamw=rates.cpu_adamw * CPU_IN_STEP) if self.machine.has_gpu else rates
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
         work = (*self.trace(*choice).work, *streaming_work(streaming))
@@ -167,12 +168,38 @@ class Forecast:
         """The fastest choice of ``space``, ``in_full`` as for `predict`. Raises InsufficientMemory where none fits, and
         Untraceable."""
         bounds, rates = self.machine.bounds, self.machine.rates
-        plan = make_plan(space.choices(), self.least_seconds, self.predict, bounds, rates.source)
+        plan = make_plan(self.choices(space), self.least_seconds, self.predict, bounds, rates.source)
         if not in_full:
             return plan
         again = self.predict(plan.choice, in_full=True)
         assert not isinstance(again, Lacking), "it fitted a moment ago"
         return replace(plan, prediction=again[1])
+
+    def choices(self, space: Space) -> list[Choice]:
+        """Those of ``space``, with stated places of updates: for 'auto' that which a run would choose."""
+        places = ((each, place) for each in space.choices() for place in self._places(each))
+        return list(dict.fromkeys(replace(each, update=place) for each, place in places))
+
+    def _places(self, choice: Choice) -> Iterable[Update]:
+        if choice.update != "auto":
+            return (choice.update,)
+        if choice.placement == "resident" or choice.states != "fp32":
+            return ("device",)
+        if not self.machine.has_gpu:
+            return ("host", "device")
+        waiting = self._input_bytes(choice) * self._num_blocks(choice) if choice.activations == "host" else 0
+        try:
+            chosen = self._updates(choice.checkpointing, Formats(choice.states, self._masters), waiting)
+        except (InsufficientMemory, Unsupported):  # which its prediction will say
+            return ("device",)
+        return (chosen(choice.accumulation_steps),)
+
+    def _fastest_updates(self, checkpointing: bool, formats: Formats, waiting: int) -> Callable[[int], Update]:
+        bounds, rates = self.machine.bounds, self.machine.rates
+        capacities = [bounds.gpu, bounds.host] + ([bounds.disk] if bounds.disk else [])
+        options = layout.StreamingOptions(activation_bytes=waiting, formats=formats)
+        levels = layout.spaces(capacities, on_gpu=True)
+        return fastest_updates(self.model(checkpointing), levels, options, lambda: (rates.up_both, rates.cpu_adamw))
 
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         streaming = updates = 0.0
@@ -266,7 +293,7 @@ class Forecast:
         """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
-        on_level0 = layout.groups_on_level0(groups, layout.StreamingOptions(update=choice.update), None)
+        on_level0 = layout.groups_on_level0(groups, choice.update)
         on_gpu = self.machine.has_gpu
         ring = layout.ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
         trained = max((group.num_bytes for group in groups if group.trainable()), default=0)
@@ -350,9 +377,9 @@ def estimate_offload(
     machine = Machine(Bounds(free, host, disk_bytes), rates or ANY_RATES)
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
-    space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates else (one.update,))
     choice, found = one, None
-    if len(list(space.choices())) > 1:  # of which seconds say what is chosen
+    if rates:  # by which the fastest is chosen
+        space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,))
         with suppress(InsufficientMemory):  # what it lacks is said below
             plan = forecast.plan(space, in_full=False)
             choice, found = plan.choice, plan.prediction

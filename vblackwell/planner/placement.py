@@ -13,7 +13,6 @@ from typing import Any
 from vblackwell.errors import InsufficientMemory
 from vblackwell.units import format_bytes, format_seconds
 
-SHARES: tuple[str | float, ...] = ("device", 0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, "host")
 ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
 MAX_SHOWN = 4
 
@@ -38,7 +37,7 @@ class Space:
     batches: tuple[tuple[int, int], ...]
     checkpointing: tuple[bool, ...] = (False, True)
     placements: tuple[str, ...] = ("resident", "streamed")
-    updates: tuple[str | float, ...] = SHARES
+    updates: tuple[str | float, ...] = ("auto",)
     activations: tuple[str, ...] = ("level0", "host")
     states: tuple[str, ...] = ("fp32",)
 
@@ -50,7 +49,7 @@ class Space:
                 yield one
             streamed = product(self.activations, self.updates) if "streamed" in self.placements else ()
             for activations, update in streamed:
-                if (activations == "level0" or checkpointing) and (states == "fp32" or update == "device"):
+                if (activations == "level0" or checkpointing) and (states == "fp32" or update in ("device", "auto")):
                     yield replace(one, placement="streamed", activations=activations, update=update)
 
 
@@ -61,7 +60,7 @@ class Choice:
     Attributes:
         checkpointing: blocks are computed again in backward. states: format of AdamW's moments.
         update: where AdamW runs when streaming: 'device', 'host', or the share of the parameters that is updated on the
-            host. activations: where checkpoints' inputs wait: 'level0' or 'host'.
+            host; 'auto' until that is decided. activations: where checkpoints' inputs wait: 'level0' or 'host'.
         level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live
             there may take of it; decided when the choice is predicted.
     """
@@ -80,7 +79,7 @@ class Choice:
     @property
     def host_share(self) -> float:
         """Of the updates."""
-        return 0.0 if self.update == "device" else 1.0 if self.update == "host" else float(self.update)
+        return float(self.update == "host") if isinstance(self.update, str) else self.update
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"

@@ -58,7 +58,6 @@ WORDS = {**WAYS, "train": "train all weights"}
 PLACEMENTS = ("resident", "streamed")
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
-UPDATES: tuple[str | float, ...] = ("device", 0.35)
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
@@ -200,14 +199,14 @@ class WhatFits:
                 return Lacking("GPU memory" if resident else "RAM and disk", least_bytes - room)
         run = self._runs(name, kind, place.has_gpu)
         forecast = Forecast(run, place, traces=self._traces[run.spec.name], steps=1)  # traces depend on no machine
-        least = Choice(placements[-1], *BATCHES[-1], True, UPDATES[0], "host")
+        least = Choice(placements[-1], *BATCHES[-1], True, activations="host")
         middle = replace(least, batch_size=BATCHES[len(BATCHES) // 2][0])
         trace, growing = forecast.trace(True, middle.batch_size), GROWS / middle.batch_size
         growing *= forecast.step_bytes(middle, trace) - forecast.step_bytes(least, NOTHING)
         for batch, activations in itertools.product(BATCHES, ("level0", "host")):  # checkpoints in RAM if they must
             if place.has_gpu and batch[0] > middle.batch_size and batch[0] * growing > bounds.gpu:
                 continue  # not worth a trace
-            space = Space((batch,), (True,), placements, UPDATES, (activations,))
+            space = Space((batch,), (True,), placements, activations=(activations,))
             try:
                 plan = forecast.plan(space, in_full=False)
             except InsufficientMemory:

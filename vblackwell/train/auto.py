@@ -19,16 +19,23 @@ from vblackwell.machine.rates import Rates, keep_disk, keep_rates, kept_disk, ke
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.measure import COPY_BYTES, as_rates, cpu_rates, disk_gbps, gpu_rates, measured_bytes
+from vblackwell.offload.measure import (
+    COPY_BYTES,
+    as_rates,
+    cpu_rates,
+    disk_gbps,
+    gpu_rates,
+    measured_bytes,
+    rates_together,
+)
 from vblackwell.planner.forecast import Forecast, Machine, Placed
 from vblackwell.planner.memory_estimate import Batches, Run
 from vblackwell.planner.model_spec import ModelSpec
-from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
+from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Space
 from vblackwell.trace.trace import Trace, on_meta
 from vblackwell.train.config import TrainConfig
 
 MAX_SEQUENCES = 1024  # in one forward
-ON_DEVICE, *_, ON_HOST = SHARES  # the planner's words for both places of updates
 
 
 def make_training_plan(
@@ -142,7 +149,8 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
         if in_full:
             keep_rates(name, found)
         torch.cuda.empty_cache()
-    return found
+    link, cpu = rates_together(device)  # by which a run that was told nothing divides its updates: of today
+    return replace(found, up_both=link, down_both=link, cpu_adamw=cpu)
 
 
 def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[float, float]:
@@ -162,15 +170,12 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
     able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
     free = able and has_gpu and not config.resume  # a resumed run computes as it began
     checkpointing = (False, True) if free and not config.gradient_checkpointing else (config.gradient_checkpointing,)
-    updates: tuple[str | float, ...] = SHARES if has_gpu else (ON_HOST, ON_DEVICE)
-    if config.update != "auto":
-        updates = ({"device": ON_DEVICE, "host": ON_HOST}.get(config.update) or config.update_place,)
     activations = ("level0", "host") if has_gpu else ("level0",)
     space = Space(
         batches=((config.batch_size, config.accumulation_steps),),
         checkpointing=checkpointing,
         placements=("resident", "streamed") if config.placement == "auto" else (config.placement,),
-        updates=updates,
+        updates=(config.update_place,),
         activations=activations if config.activations == "auto" else (config.activations,),
         states=(config.optimizer_states,),
     )
@@ -184,8 +189,8 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     if config.accumulation_steps > 1:
         total = config.batch_size * config.accumulation_steps
         return tuple((size, total // size) for size in range(min(total, MAX_SEQUENCES), 0, -1) if total % size == 0)
-    sizes, refusals, first = set[int](), list[Lacking](), space.updates[0]
-    for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, ON_DEVICE)}:
+    sizes, refusals = set[int](), list[Lacking]()
+    for choice in forecast.choices(space):
         largest, refused = largest_forward(choice, forecast)
         sizes |= {largest, largest // 2, largest // 4} - {0}
         refusals += [refused] if refused is not None else []

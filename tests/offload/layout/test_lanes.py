@@ -20,10 +20,8 @@ from vblackwell.offload.layout.lanes import (
     simulate,
     spans,
 )
-from vblackwell.offload.layout.placement import share_for
 from vblackwell.units import GiB
 
-CPU_DURING_COPIES = 0.7  # of an update that was measured alone: 1.9 of 2.65 G parameters/s on the reference machine
 FAST = Rates(1e15, 1e15, 1e18, 1e15, 1e15, 1e15, 1e15, 1e15, disk_read=math.inf, disk_write=math.inf)
 
 
@@ -304,17 +302,3 @@ def test_measured_steps(share, weight_gib, tokens_per_second, up_gb):
     times = simulate(llama(share, weight_gib), H200)
     assert times.up_bytes / 1e9 == pytest.approx(up_gb, rel=0.02)
     assert tokens_per_second < TOKENS / times.step_seconds < 1.08 * tokens_per_second
-
-
-@pytest.mark.parametrize("alone", [1.8e9, 2.2e9, 2.65e9])
-def test_the_measured_share_is_near_the_best(alone):
-    """What `share_for` makes of rates that are measured alone, against the best of a row of shares, simulated."""
-    cpu, weight_gib = CPU_DURING_COPIES * alone, 2.7
-    rates = replace(H200, cpu_adamw=cpu)
-    pass_bytes = 4 - 2 * (weight_gib * GiB - 3 * 2 * BLOCK) / (2 * EDGE + LAYERS * BLOCK)
-    seconds = {
-        share: simulate(llama(share, weight_gib), rates).step_seconds
-        for share in (0.2, 0.25, 0.3, 0.33, 0.36, 0.4, 0.44)
-    }
-    chosen = simulate(llama(share_for(H200.up_both, cpu, pass_bytes), weight_gib), rates).step_seconds
-    assert chosen <= 1.03 * min(seconds.values())

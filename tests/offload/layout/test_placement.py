@@ -8,87 +8,18 @@ from hypothesis import strategies as st
 from vblackwell.errors import InsufficientMemory
 from vblackwell.offload.layout.groups import Group, find_groups, moment_ranges
 from vblackwell.offload.layout.placement import (
-    IN_STEP,
-    LINK_USE,
-    OVERLAP,
-    PASS_BYTES,
-    STATE_BYTES,
     StreamedPlacement,
     StreamingOptions,
     checkpoints_ahead,
     early_groups,
     late_groups,
     may_be_behind,
-    pass_bytes,
     passing_bytes,
     place_streamed,
-    share_for,
-    share_of_all,
     spaces,
-    state_bytes,
 )
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.units import GiB, MiB
-
-RATES = st.floats(1e8, 1e11)
-
-
-@given(link=RATES, cpu=RATES)
-def test_both_are_done_together(link: float, cpu: float):
-    share = share_for(link, cpu)
-    assert 0 <= share <= 0.6
-    if 0.02 < share < 0.6:
-        whole = share / OVERLAP  # if the CPU had all of the step
-        used = LINK_USE * link
-        up, on_host = (PASS_BYTES + (1 - whole) * STATE_BYTES) / used, whole / cpu
-        # Shares are rounded to hundredths, so each side is off by 0.005 of its slope at most.
-        assert abs(up - on_host) <= 0.0051 / OVERLAP * (STATE_BYTES / used + 1 / cpu)
-
-
-def test_what_stays_loaded_leaves_less_to_the_cpu():
-    linear = lambda: torch.nn.Linear(128, 80, bias=False)  # noqa: E731
-    groups, _ = find_groups(torch.nn.Sequential(*(linear() for _ in range(10))), torch.bfloat16, None)
-    group = 128 * 80 * 2
-    assert [group.num_bytes for group in groups] == [group] * 10
-    room = [None, 3 * group, 5 * group, 8 * group, 20 * group]
-    assert [pass_bytes(groups, each) for each in room] == [4.0, 4.0, 3.2, 2.0, 0.0]
-    shares = [share_for(50e9, 1.6e9, pass_bytes(groups, each)) for each in room]
-    assert shares == sorted(shares, reverse=True) and shares[-1] < shares[0]
-
-
-def test_what_lives_on_level0_asks_nobody():
-    linear = lambda: torch.nn.Linear(128, 80, bias=False)  # noqa: E731
-    groups, _ = find_groups(torch.nn.Sequential(*(linear() for _ in range(10))), torch.bfloat16, None)
-    kept_bytes, rates = 2 * state_bytes(groups[0]), (50e9, 1.6e9)
-
-    def share(**sizes: int) -> float:
-        return share_of_all(groups, StreamingOptions(**sizes), lambda: rates)
-
-    in_step = 50e9, 1.6e9 * IN_STEP
-    assert share() == share_for(*in_step, 4.0) < share_for(*rates, 4.0)
-    # Of the other eight, two stay loaded.
-    few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)
-    assert few == round(0.8 * share_for(*in_step, 3.0), 2)
-
-
-def test_of_several_micro_batches_the_cpu_updates_less():
-    """It adds their gradients up, too. What was asked for stays, and so does what lives on level 0."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(128, 80, bias=False) for _ in range(40)))
-    groups, levels = find_groups(model, torch.bfloat16, None)[0], spaces([4 * MiB, GiB], on_gpu=True)
-    rates = lambda: (50e9, 4e9)  # noqa: E731
-    shares = [share_of_all(groups, StreamingOptions(), rates, micro_batches=count) for count in (1, 2, 5)]
-    assert shares[0] > 0.5 and shares[1:] == [round(shares[0] / 1.5, 2), round(shares[0] / 3, 2)]
-    options = StreamingOptions(torch.bfloat16, resident_bytes=2 * state_bytes(groups[0]))
-    found = place_streamed(model, levels, options, rates)
-    assert found.in_steps_of(1).on_level0 == found.on_level0
-    on_host = [40 - len(found.in_steps_of(count).on_level0) for count in (1, 2, 5)]
-    assert on_host == [pytest.approx(38 * share, abs=1) for share in shares]
-    several = found.in_steps_of(5)
-    assert several.storage.resident == {0, 1} and several.on_level0[:2] == found.groups[:2]
-    assert several.storage.on_level0 == {group.index for group in several.on_level0[2:]}
-    for update in ("host", 0.4, "device"):
-        asked = place_streamed(model, levels, StreamingOptions(torch.bfloat16, update=update), rates)
-        assert asked.in_steps_of(5).on_level0 == asked.on_level0
 
 
 def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_late():
@@ -103,10 +34,6 @@ def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_l
     storage = found.storage.with_ranges([(g, "gradient") for g in found.groups] + moment_ranges(found.groups))
     early = [sum(found.early(storage, number), []) for number in (1, 2)]
     assert [len(each) for each in early] == [10, 10 - len(late)]
-
-
-def test_a_slow_cpu_gets_nothing():
-    assert share_for(50e9, 2e7) == 0.0
 
 
 def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():

@@ -3,12 +3,16 @@ Seconds of compute come from a trace of the resident model, by phase; groups get
 they multiply tokens with, and the last of those the head's and the loss's.
 """
 
+import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from vblackwell.errors import InsufficientMemory
+from vblackwell.machine.rates import Rates
 from vblackwell.offload.layout import placement
 from vblackwell.offload.layout.groups import (
     GRADIENTS,
@@ -19,9 +23,18 @@ from vblackwell.offload.layout.groups import (
     num_elements,
     passing_bytes,
 )
-from vblackwell.offload.layout.lanes import GroupWork, LanePlan
-from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions
-from vblackwell.offload.layout.storage_plan import StoragePlan
+from vblackwell.offload.layout.lanes import GroupWork, LanePlan, simulate
+from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_streamed
+from vblackwell.offload.layout.storage_plan import LevelSpace, StoragePlan
+
+# Of the CPU's rate this counts in a step, as threads that issue and land take cores, and copies its memory's time: in
+# steps of nine drawn models on one H200 it did 2.4 to 3.2 G/s, 2.95 in the median, of 4.25 alone.
+CPU_IN_STEP = 0.7
+SHARES = tuple(number / 20 for number in range(13))  # of the parameters, that the host may update
+ALIKE = 1.02  # of steps this close the one with the smaller share
+COARSE_PIECES = 6  # of a ring of states: more take longer to simulate and choose the same
+
+Update = str | float  # a place, or the share of the parameters that the host updates
 
 
 @dataclass(frozen=True)
@@ -67,14 +80,25 @@ def forecast_step(
 
     Raises as `place_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    found = placement.place_streamed(model, placement.spaces(capacities, on_gpu=on_gpu), options)
+    found = place_streamed(model, placement.spaces(capacities, on_gpu=on_gpu), options)
+    return _forecast(found, seconds, input_bytes, micro_batches, undo, host_norms)
+
+
+def _forecast(
+    found: StreamedPlacement,
+    seconds: Mapping[str, float],
+    input_bytes: int,
+    micro_batches: int,
+    undo: bool,
+    host_norms: bool,
+) -> StepForecast:
     trainable = found.trainable
     gradients = found.gradient_ranges(trainable, micro_batches, undo=undo)
     storage = found.storage.with_ranges(gradients + moment_ranges(trainable))
     behind, shadowed = found.early(storage, micro_batches) if undo else ([], [])
     early = {*behind, *shadowed} if undo else {group for group in trainable if group.all_trainable()}
     deferred = [group for group in trainable if group not in early]
-    lanes = _plan(model, found, storage, deferred, behind, seconds, input_bytes, micro_batches, host_norms)
+    lanes = _plan(found, storage, deferred, behind, seconds, input_bytes, micro_batches, host_norms)
     return StepForecast(_table(found, storage, behind, shadowed), replace(lanes, stores_gradients=undo))
 
 
@@ -118,7 +142,6 @@ def gradient_traffic(
 
 
 def _plan(
-    model: nn.Module,
     found: StreamedPlacement,
     storage: StoragePlan,
     deferred: Collection[Group],
@@ -128,7 +151,8 @@ def _plan(
     micro_batches: int,
     host_norms: bool,
 ) -> LanePlan:
-    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    tables = (site.module for site in found.sites if isinstance(site.module, nn.Embedding))
+    looked_up = {id(param) for table in tables for param in table.parameters(recurse=False)}
     on_level0 = set(found.on_level0)
     multiplied = [sum(slot.num_elements for slot in g.slots if id(slot.param) not in looked_up) for g in found.groups]
     last = max((index for index, count in enumerate(multiplied) if count), default=len(found.groups) - 1)
@@ -176,3 +200,65 @@ def _plan(
         disk_sets=max(1, storage.staging.num_sets),
         max_staying=found.max_locked if found.on_level0 else 0,
     )
+
+
+# -- where updates run -------------------------------------------------------------------------------------------------
+
+
+def fastest_updates(
+    model: nn.Module,
+    levels: Sequence[LevelSpace],
+    options: StreamingOptions,
+    measured: Callable[[], tuple[float, float]],
+) -> Callable[[int], Update]:
+    """Where the updates of ``model`` run on a GPU in steps of so many micro-batches: as ``options`` say, and for
+    'auto' the share of which a step is the shortest, by simulation, while the GPU has nothing to compute.
+
+    More to compute hides more of the link and of the CPU, whatever their shares are: in 54 steps of two models on six
+    cards, simulated with their compute, what is chosen without it takes 1.01 of the best share's time in the mean and
+    1.06 at most (docs/journal/offload.md). So no batch is needed, and a plan chooses what a run without one does.
+
+    Args:
+        levels: without the model. measured: the link in bytes/s each way and AdamW on the CPU in parameters/s, while
+            both work; asked if they decide.
+
+    Raises as `place_streamed`.
+    """
+    if options.update != "auto":
+        return lambda micro_batches: options.update
+    if options.formats.packed:
+        return lambda micro_batches: "device"
+    placed, refused = dict[float, StreamedPlacement](), list[InsufficientMemory]()
+    for share in SHARES:
+        try:
+            placed[share] = place_streamed(model, levels, replace(options, update=share))
+        except InsufficientMemory as error:  # states on a disk take RAM to pass through
+            refused.append(error)
+    if not placed:
+        raise refused[0]
+    if not any(found.on_level0 for found in placed.values()):
+        return lambda micro_batches: "host"
+    link, cpu = measured()
+    rates = Rates(math.inf, math.inf, math.inf, link, link, link, link, cpu * CPU_IN_STEP)
+    return functools.cache(functools.partial(_fastest, placed, rates))
+
+
+def _fastest(placed: Mapping[float, StreamedPlacement], rates: Rates, micro_batches: int) -> Update:
+    """Of every second share, and of those next to the best of these."""
+
+    @functools.cache
+    def seconds(share: float) -> float:
+        try:
+            lanes = _forecast(placed[share], {}, 0, micro_batches, undo=True, host_norms=False).lanes
+        except InsufficientMemory:
+            return math.inf
+        coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
+        return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
+
+    shares = list(placed)
+    best = shares.index(min(shares[::2], key=seconds))
+    tried = sorted({*shares[::2], *shares[max(0, best - 1) : best + 2]})
+    least = min(map(seconds, tried))
+    share = next(each for each in tried if seconds(each) <= ALIKE * least)
+    everywhere = len(placed[share].on_level0) == len(placed[share].trainable)
+    return "device" if share == 0 and everywhere else share

@@ -3,29 +3,13 @@
 On a GPU, updates run on level 0 for most groups: a CPU's update is what makes offloaded training slow, while a group's
 states pass the link in about the time of its backward. The CPU gets a share. Without a GPU the host updates all but
 8-bit moments, which are updated on level 0 everywhere.
-
-The share. An update on level 0 costs the link ``states`` bytes a parameter up, `STATE_BYTES`, or `BEHIND_BYTES` where
-RAM has no room for shadows of all; one on the host costs the CPU's AdamW; forward and backward bring up ``pass_bytes``
-of every parameter, twice its weight less what stays. All is done together when
-
-    (pass_bytes + (1 - share) * states) / link = share / cpu
-
-with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
-has `OVERLAP` of a step: from the first gradient to the next forward. Of the CPU's rate `IN_STEP` of what is measured
-counts, as threads that issue and land take cores in a step, and copies its memory's time: in steps of nine drawn models
-on one H200 it did 2.4 to 3.2 G/s, 2.95 in the median, of 4.25 alone (docs/journal/offload.md).
-
-Before the last of n micro-batches the CPU adds up the gradients of all parameters, `ADDS_PER_UPDATE` in the time of one
-update, and the share is 1 + (n - 1) / `ADDS_PER_UPDATE` times smaller: a fit to simulations, in which steps of 2 to 16
-micro-batches take 1.03 of the time with the best share then, 1.08 with an undivided one (59 of two models on four
-cards). Where RAM has no room for that division, the one of a single micro-batch stays.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -68,12 +52,6 @@ RING_SHARE = 0.25  # of level 0 at most, where that is no GPU
 BUFFER_BYTES = 144 * MiB
 MIN_BUFFERS, MAX_BUFFERS = 4, 24
 
-STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
-BEHIND_BYTES = STATE_BYTES + 4  # with the weight and gradient of the step that states lack
-ROOMY_BYTES = 22  # of RAM a parameter: 14, and for one half, updated on level 0, shadows of 12, for the other 4
-LINK_USE, OVERLAP, IN_STEP = 0.9, 0.95, 0.7
-ADDS_PER_UPDATE = 2.0  # sums of a gradient in the time of a parameter's AdamW on the CPU (`Rates.adds_per_update`)
-MIN_SHARE, MAX_SHARE = 0.02, 0.6  # less is not worth a thread
 LATE_SHARE = 0.15  # of the elements that are updated on level 0
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
@@ -87,8 +65,6 @@ AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
 # On a GPU as many as begin within this share of level 0: where an input takes more, a layer's backward takes 10 times
 # what the link needs for the next one.
 AHEAD_SHARE = 0.03
-
-Measured = Callable[[], tuple[float, float]]  # link in bytes/s each way and CPU in parameters/s, while both work
 
 
 @dataclass(frozen=True)
@@ -135,13 +111,13 @@ class StreamedPlacement:
     max_locked: int  # groups whose weights an update holds on level 0 until they are stored
     max_in_flight: int  # gradients on level 0, the one that fills and those that leave
     takes_spare: bool  # weights may have what steps turn out to leave of level 0
-    choose: Callable[[int], list[Group]]  # those whose AdamW runs on level 0 in steps of so many micro-batches
+    able: list[Group]  # to be updated on level 0
 
-    def in_steps_of(self, micro_batches: int) -> "StreamedPlacement":
-        """The same with updates where steps of ``micro_batches`` have them; self where none can be on level 0."""
+    def updated(self, update: str | float) -> "StreamedPlacement":
+        """The same with another ``update``, of which no other size follows; self where nothing is on level 0."""
         if not self.on_level0:
             return self
-        chosen, resident = set(self.choose(micro_batches)), self.storage.resident
+        chosen, resident = set(groups_on_level0(self.able, update)), self.storage.resident
         on_level0 = [group for group in self.groups if group in chosen or group.index in resident]
         updated = frozenset(group.index for group in on_level0) - resident
         return replace(self, on_level0=on_level0, storage=replace(self.storage, on_level0=updated))
@@ -178,11 +154,9 @@ class StreamedPlacement:
         return early_groups(groups, able, self.on_level0, storage)
 
 
-def place_streamed(
-    model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions, measured: Measured | None = None
-) -> StreamedPlacement:
-    """Find the groups of ``model`` and place its weights and masters. ``measured``: rates for update='auto', asked if
-    they decide; None: everything is updated on the host then.
+def place_streamed(model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions) -> StreamedPlacement:
+    """Find the groups of ``model`` and place its weights and masters. With update='auto' the host updates all that may
+    be updated there: see `vblackwell.offload.layout.forecast.fastest_updates`.
 
     Raises as `find_groups`; ConfigurationError: there is one level, or nothing could live on level 0;
     InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
@@ -196,8 +170,7 @@ def place_streamed(
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
     able = groups if options.formats.packed else whole
-    choose = partial(groups_on_level0, able, options, measured, link_bytes(groups, levels))
-    on_level0 = choose(1)
+    on_level0 = groups_on_level0(able, options.update)
     on_gpu = level.kind == "gpu"
     ring = ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
     largest = max((group.num_bytes for group in whole if group.trainable()), default=0)
@@ -231,7 +204,7 @@ def place_streamed(
     )
     refuse_slices_on_disk(slice_rows, storage)
     takes_spare = on_gpu and options.weight_bytes is None and bool(trainable)
-    places_of = (max_locked, max_in_flight, takes_spare, choose)
+    places_of = (max_locked, max_in_flight, takes_spare, able)
     return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring, *places_of)
 
 
@@ -305,17 +278,11 @@ def _weight_bytes(groups: Iterable[Group]) -> int:
 # -- where AdamW runs --------------------------------------------------------------------------------------------------
 
 
-def groups_on_level0(
-    groups: Sequence[Group],
-    options: StreamingOptions,
-    measured: Measured | None,
-    states: int = STATE_BYTES,
-    micro_batches: int = 1,
-) -> list[Group]:
-    """Those of ``groups``, in the order of the forward, that are updated on level 0: as asked, for 'auto' so many that
-    link and CPU are busy alike by ``measured`` rates. Unsupported: 'device', and one cannot be updated there.
+def groups_on_level0(groups: Sequence[Group], update: str | float) -> list[Group]:
+    """Those of ``groups``, in the order of the forward, that are updated on level 0; for 'auto' those that are updated
+    nowhere else. Unsupported: 'device', and one cannot be updated there.
     """
-    update, able = options.update, _able_on_level0(groups)
+    able = able_on_level0(groups)
     unable = next((group for group in groups if group.trainable() and group not in able), None)
     if update == "device" and unable is not None:
         raise Unsupported(
@@ -325,56 +292,16 @@ def groups_on_level0(
         )
     if update == "auto" and any(group.formats.packed for group in groups):
         update = "device"
-    if update == "auto" and measured is not None:
-        update = share_of_all(groups, options, measured, states, micro_batches)
     if isinstance(update, str):
         return able if update == "device" else []
     on_host = _on_host(able, update)
     return [group for group in able if group not in on_host]
 
 
-def _able_on_level0(groups: Iterable[Group]) -> list[Group]:
+def able_on_level0(groups: Iterable[Group]) -> list[Group]:
     """Those with something to train, and one compute type: fp32, or bf16 with a split master."""
     types = (torch.float32, torch.bfloat16)
     return [group for group in groups if group.trainable() and group.uniform and group.slots[0].dtype in types]
-
-
-def link_bytes(groups: Sequence[Group], levels: Sequence[LevelSpace]) -> int:
-    """Bytes a parameter that an update on level 0 brings up: more where RAM has no room for shadows of all."""
-    free = next((level.free_bytes for level in levels[1:] if level.kind == "ram"), 0)
-    return STATE_BYTES if free >= ROOMY_BYTES * sum(map(num_elements, groups)) else BEHIND_BYTES
-
-
-def share_of_all(
-    groups: Sequence[Group],
-    options: StreamingOptions,
-    measured: Measured,
-    states: int = STATE_BYTES,
-    micro_batches: int = 1,
-) -> float:
-    """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
-    kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
-    streamed = [group for group in groups if group not in kept]
-    part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
-    link, cpu = measured()
-    share = share_for(link, cpu * IN_STEP, pass_bytes(streamed, options.weight_bytes), states)
-    share /= 1 + (micro_batches - 1) / ADDS_PER_UPDATE
-    return 0.0 if share < MIN_SHARE else round(part * share, 2)
-
-
-def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES, states: int = STATE_BYTES) -> float:
-    """The share, 0 to `MAX_SHARE`, for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see above)."""
-    link *= LINK_USE
-    share = OVERLAP * (pass_bytes + states) / link / (states / link + 1 / cpu)
-    return 0.0 if share < MIN_SHARE else min(round(share, 2), MAX_SHARE)
-
-
-def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
-    """Bytes a parameter that a forward and its backward load: each weight twice, less what stays at the two turns."""
-    whole, count = sum(group.num_bytes for group in groups), sum(map(num_elements, groups))
-    in_use = GROUPS_IN_USE * max((group.num_bytes for group in groups), default=0)
-    stays = 0 if weight_bytes is None else min(max(0, weight_bytes - in_use), whole)
-    return 2 * (whole - stays) / max(count, 1)
 
 
 def _on_host(groups: list[Group], share: float) -> list[Group]:
@@ -417,7 +344,7 @@ def old_kinds(group: Group, *, on_host: bool) -> tuple[str, ...]:
 
 def may_be_behind(group: Group, storage: StoragePlan) -> bool:
     """Whether ``group`` has exact states of one type, in RAM."""
-    if group.formats.packed or group not in _able_on_level0([group]) or (group, "master") in storage:
+    if group.formats.packed or group not in able_on_level0([group]) or (group, "master") in storage:
         return False
     kinds = [kind for kind in (*PARAMETER_KINDS, "gradient") if (group, kind) in storage]
     placed = [storage.range(group, kind).level for kind in kinds]
