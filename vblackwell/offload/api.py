@@ -72,9 +72,9 @@ def enable_vgpu_stack_optimization(
             masters.
         groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
         update: where AdamW runs for a streamed model: 'device' (on level 0: states come up to the weights), 'host' (on
-            the CPU), the share of the parameters that the host updates, 0 to 1, or 'auto': that share by measured
-            rates, less with the optimizer's ``accumulation_steps``, 1 without a GPU. It changes no bit. ('level0' and
-            'home' are older names of the two.)
+            the CPU), the share of the parameters that the host updates, 0 to 1, or 'auto': the share of the
+            shortest step by simulation, with measured rates and the optimizer's ``accumulation_steps``; 1 without a
+            GPU. It changes no bit. ('level0' and 'home' are older names of the two.)
         resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's
             first on (the first of forward are the last of backward: nothing hides their loads).
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves loads: a group that
