@@ -95,7 +95,7 @@ class Bench:
             torch.cuda.empty_cache()
             cap_process(self.device, cap)
         host = min(int(0.5 * memory_facts().available_bytes), MAX_HOST)
-        self.machine = Machine(Bounds(cap, host), self.rates, self.cuda, undo=False, may_clip=False)
+        self.machine = Machine(Bounds(cap, host), self.rates, self.cuda, may_clip=False)
         self.stack = create_vgpu_stack(cap, host, 0, device=self.device)
         generator = torch.Generator().manual_seed(options.seed)
         self.noise = torch.empty(shape.vocab_size * shape.hidden_size).normal_(0, 0.02, generator=generator)
@@ -192,9 +192,7 @@ class Bench:
     def step_of(self, model: Any, choice: Choice) -> Callable[[torch.Tensor], None]:
         """One step of ``model`` on tokens (B, S)."""
         count = choice.accumulation_steps
-        optimizer = VGPUAdamW(
-            model.parameters(), lr=1e-4, update_in_backward=True, undo=False, accumulation_steps=count
-        )
+        optimizer = VGPUAdamW(model.parameters(), lr=1e-4, update_in_backward=True, accumulation_steps=count)
 
         def step(ids_BS: torch.Tensor) -> None:
             for part_BS in ids_BS.chunk(count):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import InsufficientMemory
@@ -19,8 +20,8 @@ from vblackwell.offload.layout.forecast import CPU_IN_STEP, forecast_step
 from vblackwell.offload.layout.lanes import simulate
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.planner.forecast import Forecast, Machine, Placed
-from vblackwell.planner.memory_estimate import Run
-from vblackwell.planner.model_spec import of_decoder
+from vblackwell.planner.memory_estimate import P99_BYTES, Run
+from vblackwell.planner.model_spec import ModelSpec, of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
@@ -202,6 +203,50 @@ def test_the_plan_is_the_fastest_of_what_is_predicted(small):
     with pytest.raises(InsufficientMemory, match="no plan fits"):
         none = on(small, bounds=Bounds(16 * MiB, 8 * GiB))
         none.plan(space)
+
+
+def test_auto_is_the_share_of_a_run_and_next_to_a_disk_one_place_for_all_is_tried_too(small):
+    space = Space(((4, 1),), (True,), ("streamed",), activations=("level0",))
+    (undecided,) = small.choices(space)
+    chosen, prediction = small.predict(undecided)
+    assert undecided.update == "auto" and isinstance(chosen.update, float)
+    assert small.predict(replace(undecided, update=chosen.update)) == (chosen, prediction)
+    assert small.least_seconds(undecided) <= prediction.token_seconds
+    with_disk = on(small, bounds=Bounds(320 * MiB, 8 * GiB, 8 * GiB))
+    assert [each.update for each in with_disk.choices(space)] == ["auto", "host", "device"]
+    assert [each.update for each in on(small, has_gpu=False).choices(space)] == ["host", "device"]
+    packed = on(small).choices(replace(space, states=("8bit",)))
+    assert [small.predict(each)[0].update for each in packed] == ["device"]
+
+
+def test_what_cannot_be_counted_is_one_choice_less():
+    """The inputs of a model's checkpoints, whose configuration has no hidden size: the other choices are left."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+        def gradient_checkpointing_enable(self, **options: object) -> None:
+            """As transformers' models have it; what is recomputed does not matter here."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x).relu()
+            return self.head(x)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    run = Run(ModelSpec("plain", lambda dtype: Plain().to("meta", dtype), 1000, loss), 64, precision="bf16")
+    planned = Forecast(run, Machine(Bounds(2 * P99_BYTES + 10 * MiB, GiB), H200)).plan(
+        Space(((4, 1),), (True,), ("streamed",))
+    )
+    assert planned.choice.activations == "level0"
+    (said,) = [str(lacking) for choice, lacking in planned.rejected if choice.activations == "host"]
+    assert "hidden size of the model is not known" in said
 
 
 def test_batch_size_auto_keeps_the_sequences_of_a_step(small):

@@ -77,9 +77,10 @@ def stream(
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0; ``measured``: as
     `fastest_updates` has it, None: no GPU.
     """
-    levels = spaces_of(stack)
-    updates = None if measured is None else fastest_updates(model, levels, options, measured)
-    found = place_streamed(model, levels, options if updates is None else replace(options, update=updates(1)))
+    levels, updates = spaces_of(stack), lambda micro_batches, undo: options.update
+    if measured is not None:
+        updates = fastest_updates(model, levels, options, measured)
+    found = place_streamed(model, levels, replace(options, update=updates(1, True)))
     storage = Storage(stack, name, found.storage)
     plain: list[tuple[Tensor, Tensor, type]] = []
     try:
@@ -132,7 +133,7 @@ class Offload:
         found: StreamedPlacement,
         storage: Storage,
         activations: ActivationStore | None,
-        updates: Callable[[int], Update] | None,
+        updates: Callable[[int, bool], Update],
     ) -> None:
         self.model, self.name = model, name
         self.stack = stack = storage.stack
@@ -140,7 +141,7 @@ class Offload:
         self.storage = storage
         self.device = stack.level0_device
         self.activations = activations
-        self._updates = updates  # where they run in steps of so many micro-batches
+        self._updates: Callable[[int, bool], Update] | None = updates  # `fastest_updates`; None: their place is final
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
@@ -424,12 +425,12 @@ class Offload:
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
         # What parameters that are added later will need, too: host memory through which that spills is not given back.
         rest = [group for group in self.groups if group.trainable() and group not in groups]
-        control = self.step_control
+        control, place = self.step_control, None
+        if self._updates is not None:
+            place = self._updates(optimizer.accumulation_steps, optimizer.undo)  # seconds, for which nobody waits
         with self.lock:
-            before, tried = control.found, [control.found]
-            if self._updates is not None and control.source is None and not control.num_steps:
-                tried.insert(0, before.updated(self._updates(optimizer.accumulation_steps)))
-            for found in tried:
+            before = control.found
+            for found in [before] if place is None else [before.updated(place), before]:
                 control.divide(found)
                 now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
                 later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]
@@ -442,7 +443,7 @@ class Offload:
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()
-        self.step_control.source = optimizer
+        self.step_control.source, self._updates = optimizer, None
 
     def optimizers(self) -> list[Any]:
         return [] if self.step_control.source is None else [self.step_control.source]

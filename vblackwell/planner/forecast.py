@@ -6,7 +6,7 @@ another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says f
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -157,7 +157,7 @@ class Forecast:
         formats = Formats(choice.states, self._masters)
         try:
             place = self._place_resident if choice.placement == "resident" else self._place_streamed
-            return place(choice, formats, trace)
+            return place(self._decided(choice), formats, trace)
         except InsufficientMemory as error:
             lacking = max(0, error.needed_bytes - error.available_bytes)  # 0: whole groups do not fill what is free
             return Lacking("memory", lacking, f"is refused: {error}")
@@ -176,26 +176,32 @@ class Forecast:
         return replace(plan, prediction=again[1])
 
     def choices(self, space: Space) -> list[Choice]:
-        """Those of ``space``, with stated places of updates: for 'auto' that which a run would choose."""
-        places = ((each, place) for each in space.choices() for place in self._places(each))
-        return list(dict.fromkeys(replace(each, update=place) for each, place in places))
+        """Those of ``space``. Where 'auto' says nothing of what bounds a step, all updates in one place are tried too:
+        without a GPU instead, as one lane waits for the other, and next to a disk."""
+        found = dict[Choice, None]()
+        for each in space.choices():
+            places: tuple[Update, ...] = (each.update,)
+            if each.update == "auto" and each.placement == "streamed" and each.states == "fp32":
+                places = ("auto",) * self.machine.has_gpu
+                places += ("host", "device") if self.machine.bounds.disk or not self.machine.has_gpu else ()
+            found |= {replace(each, update=place): None for place in places}
+        return list(found)
 
-    def _places(self, choice: Choice) -> Iterable[Update]:
+    def _decided(self, choice: Choice) -> Choice:
+        """``choice`` with a stated update: for 'auto' that which a run on a GPU would choose. Raises as `place`."""
         if choice.update != "auto":
-            return (choice.update,)
-        if choice.placement == "resident" or choice.states != "fp32":
-            return ("device",)
-        if not self.machine.has_gpu:
-            return ("host", "device")
-        waiting = self._input_bytes(choice) * self._num_blocks(choice) if choice.activations == "host" else 0
-        try:
-            chosen = self._updates(choice.checkpointing, Formats(choice.states, self._masters), waiting)
-        except (InsufficientMemory, Unsupported):  # which its prediction will say
-            return ("device",)
-        return (chosen(choice.accumulation_steps),)
+            return choice
+        formats, update = Formats(choice.states, self._masters), "device"
+        if choice.placement == "streamed" and choice.states == "fp32":
+            waiting = self._input_bytes(choice) * self._num_blocks(choice) if choice.activations == "host" else 0
+            updates = self._updates(self.machine, choice.checkpointing, formats, waiting)
+            update = updates(choice.accumulation_steps, self.machine.undo)
+        return replace(choice, update=update)
 
-    def _fastest_updates(self, checkpointing: bool, formats: Formats, waiting: int) -> Callable[[int], Update]:
-        bounds, rates = self.machine.bounds, self.machine.rates
+    def _fastest_updates(
+        self, machine: Machine, checkpointing: bool, formats: Formats, waiting: int
+    ) -> Callable[[int, bool], Update]:
+        bounds, rates = machine.bounds, machine.rates
         capacities = [bounds.gpu, bounds.host] + ([bounds.disk] if bounds.disk else [])
         options = layout.StreamingOptions(activation_bytes=waiting, formats=formats)
         levels = layout.spaces(capacities, on_gpu=True)
@@ -205,7 +211,8 @@ class Forecast:
         streaming = updates = 0.0
         if choice.placement == "streamed":
             rates, share, count = self.rates, choice.host_share, choice.accumulation_steps
-            streaming = rates.streaming_issues(len(self.groups(choice)), share)
+            shares = (0.0, 1.0) if choice.update == "auto" else (share,)  # not decided yet: at least this
+            streaming = min(rates.streaming_issues(len(self.groups(choice)), each) for each in shares)
             # Without a rollback the last gradient is added where its update is.
             on_level0 = count - 1 if self.machine.undo else max(0, count - 2)
             sums = share * (count - 1) + (1 - share) * on_level0

@@ -86,8 +86,8 @@ class Choice:
         words = [self.placement, f"{self.batch_size}{forwards} sequences"]
         words += ["checkpointing"] * self.checkpointing + [f"{self.states} states"] * (self.states != "fp32")
         if self.placement == "streamed":
-            places = {"device": "AdamW on level 0", "host": "AdamW on the CPU"}
-            words.append(places.get(str(self.update), f"{self.update} of AdamW on the CPU"))
+            places = {0.0: "AdamW on level 0", 1.0: "AdamW on the CPU"}
+            words += [places.get(self.host_share, f"{self.update} of AdamW on the CPU")] * (self.update != "auto")
             words += ["checkpoints in RAM"] * (self.activations == "host")
             words += [f"{format_bytes(self.resident_bytes)} kept there"] * (self.resident_bytes > 0)
         return ", ".join(words)
@@ -236,7 +236,8 @@ def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, L
 
 def _kind(choice: Choice) -> Choice:
     """Neighbouring shares are of one: they say nothing new."""
-    update = choice.update if isinstance(choice.update, str) else "both"
+    places = {0.0: "device", 1.0: "host"}
+    update = places.get(choice.host_share, "both")
     return replace(choice, accumulation_steps=0, update=update, level0_bytes=0, weight_bytes=0, resident_bytes=0)
 
 

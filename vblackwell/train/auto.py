@@ -114,7 +114,7 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
         accumulation_steps=choice.accumulation_steps,
         gradient_checkpointing=choice.checkpointing,
         placement=choice.placement,
-        update=str(choice.update),
+        update=choice.update if isinstance(choice.update, str) else f"{choice.update:g}",
         activations=choice.activations,
         optimizer_states=choice.states,
     )

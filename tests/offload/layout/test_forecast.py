@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.layout.forecast import CPU_IN_STEP, fastest_updates, forecast_step
-from vblackwell.offload.layout.groups import Formats
+from vblackwell.offload.layout.groups import Formats, find_groups, moment_ranges
 from vblackwell.offload.layout.lanes import LaneTimes, simulate
-from vblackwell.offload.layout.placement import StreamingOptions, spaces
+from vblackwell.offload.layout.placement import StreamingOptions, place_streamed, spaces, state_bytes
 from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
@@ -36,7 +37,7 @@ def test_a_streamed_step_of_a_decoder_on_meta():
     bound = times_of(slow)
     assert max(bound.busy, key=bound.busy.__getitem__) == "up" and bound.step_seconds > times.step_seconds
     options, levels = StreamingOptions(weight_bytes=8 * MiB), spaces([64 * MiB, GiB], on_gpu=True)
-    shared = times_of(slow, fastest_updates(model, levels, options, lambda: (slow.up_both, slow.cpu_adamw))(1))
+    shared = times_of(slow, fastest_updates(model, levels, options, lambda: (slow.up_both, slow.cpu_adamw))(1, True))
     assert shared.busy["cpu"] > 0 and shared.step_seconds < bound.step_seconds
     inputs = times_of(MEASURED, input_bytes=MiB)
     assert inputs.up_bytes == pytest.approx(times.up_bytes + 8 * MiB, rel=0.01)
@@ -64,7 +65,7 @@ def test_what_is_chosen_without_compute_is_near_the_best_with_it(number: int):
         found = forecast_step(model, capacities, asked, seconds, micro_batches=micro_batches, undo=True)
         return simulate(found.lanes, rates).step_seconds
 
-    chosen = fastest_updates(model, spaces(capacities, on_gpu=True), options, lambda: (link, cpu))(micro_batches)
+    chosen = fastest_updates(model, spaces(capacities, on_gpu=True), options, lambda: (link, cpu))(micro_batches, True)
     assert step_seconds(chosen) <= 1.05 * min(step_seconds(round(0.03 * share, 2)) for share in range(21))
 
 
@@ -73,12 +74,12 @@ def test_the_cpu_updates_what_it_can_in_time():
     levels, model = spaces([64 * MiB, GiB], on_gpu=True), linears()
 
     def chosen(cpu: float, micro_batches: int = 1) -> str | float:
-        return fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, cpu))(micro_batches)
+        return fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, cpu))(micro_batches, True)
 
-    assert chosen(1e7) == "device"
+    assert chosen(1e7) == 0
     shares = [float(chosen(cpu)) for cpu in (1e9, 2e9, 4e9, 1e12)]
     assert shares == sorted(shares) and shares[0] < 0.3 and shares[-1] > 0.5
-    assert chosen(1e9, 8) == "device"
+    assert chosen(1e9, 8) == 0
 
 
 def test_what_is_not_chosen_is_not_measured():
@@ -87,22 +88,77 @@ def test_what_is_not_chosen_is_not_measured():
 
     levels = spaces([64 * MiB, GiB], on_gpu=True)
     for asked in ("host", "device", 0.25):
-        assert fastest_updates(linears(), levels, StreamingOptions(update=asked), unasked)(3) == asked
+        assert fastest_updates(linears(), levels, StreamingOptions(update=asked), unasked)(3, True) == asked
     packed = StreamingOptions(formats=Formats("8bit", "exact"))
-    assert fastest_updates(linears(), levels, packed, unasked)(1) == "device"
-    assert fastest_updates(linears(dtype=torch.float16), levels, StreamingOptions(), unasked)(1) == "host"
+    assert fastest_updates(linears(), levels, packed, unasked)(1, True) == "device"
+    assert fastest_updates(linears(dtype=torch.float16), levels, StreamingOptions(), unasked)(1, True) == "host"
 
 
-def test_a_share_says_that_the_rest_cannot_be_on_level0():
-    """'device' would be refused: one group's type is updated on the host alone."""
+def test_a_share_of_none_leaves_other_types_to_the_host():
+    """'device' would be refused: one group's type is updated on the host alone, also if fewer are trained later."""
     model = torch.nn.Sequential(*linears(3), *linears(1, torch.float16))
     levels = spaces([64 * MiB, GiB], on_gpu=True)
-    assert fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, 1e7))(1) == 0.0
+    updates = fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, 1e7))
+    assert updates(1, True) == 0.0
+    model[0].requires_grad_(False)
+    assert updates(2, True) == 0.0
 
 
-def test_without_room_for_moments_the_optimizer_says_so():
-    """Weights and masters fit RAM, and no division of the updates does: the first is taken."""
+def test_groups_that_live_on_level0_rule_out_shares_without_any():
+    """One group: a share that takes it from level 0 has none left to live there."""
+    (group,), _ = find_groups(linears(1), None, None)
+    options = StreamingOptions(resident_bytes=state_bytes(group))
+    updates = fastest_updates(linears(1), spaces([64 * MiB, GiB], on_gpu=True), options, lambda: (50e9, 1e12))
+    assert updates(1, True) < 0.5
+    with pytest.raises(ConfigurationError, match="none is: use update='device'"):
+        fastest_updates(linears(1, torch.float16), spaces([64 * MiB, GiB], on_gpu=True), options, lambda: (1.0, 1.0))
+
+
+def room(model: torch.nn.Module, share: float, *, undo: bool, disk: int = 0) -> int:
+    """Bytes of RAM in which ``model`` has its ranges with this share, to a hundredth of a byte a parameter."""
+    parameters = sum(param.numel() for param in model.parameters())
+    for hundredths in range(100, 3000):
+        capacities = [64 * MiB, hundredths * parameters // 100] + [disk] * bool(disk)
+        try:
+            found = place_streamed(model, spaces(capacities, on_gpu=True), StreamingOptions(update=share))
+            ranges = found.gradient_ranges(found.trainable, 1, undo=undo) + moment_ranges(found.trainable)
+            found.storage.with_ranges(ranges)
+        except InsufficientMemory:
+            continue
+        return capacities[1]
+    raise AssertionError("30 bytes a parameter are not enough")
+
+
+def test_a_promise_to_roll_back_nothing_leaves_room_for_a_share():
+    """With gradients of all in RAM nothing fits; those of the host's share alone do."""
+    model = linears(20)
+    small = spaces([64 * MiB, (room(model, 0.6, undo=False) + room(model, 0.6, undo=True)) // 2], on_gpu=True)
+    updates = fastest_updates(model, small, StreamingOptions(), lambda: (50e9, 4e9))
+    assert 0 < updates(1, False) == updates(1, True) < 1  # asked before it is known whether one promises it
+
+
+def test_all_on_the_host_where_states_of_a_disk_have_no_room_to_pass():
+    """On their way to level 0 they take RAM, a group at a time; on the host they are updated where they are."""
+    model, disk = linears(4), GiB
+    least, more = (room(model, share, undo=True, disk=disk) for share in (1.0, 0.0))
+    assert least < more
+    levels = spaces([64 * MiB, least, disk], on_gpu=True)
+    assert fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, 1e7))(1, True) == 1.0
+
+
+def test_without_room_for_moments_the_first_is_taken():
+    """Weights and masters fit RAM, and no division of the updates does: the optimizer will say so."""
     model = linears()
     parameters = sum(param.numel() for param in model.parameters())
     levels = spaces([64 * MiB, 5 * parameters], on_gpu=True)
-    assert fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, 4e9))(2) == "device"
+    assert fastest_updates(model, levels, StreamingOptions(), lambda: (50e9, 4e9))(2, True) == 0.0
+
+
+def test_a_table_inside_a_layer_multiplies_nothing():
+    """Its layer computes as long as the others, which have as many weights that do."""
+    layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Embedding(5000, 512), *linears(1)), *linears(3)])
+    model = torch.nn.Module()
+    model.layers = layers.to("meta", torch.bfloat16)
+    seconds = {"forward": 2.0, "loss": 0.5, "backward": 4.0, "loss_backward": 1.0}
+    works = forecast_step(model, [64 * MiB, GiB], StreamingOptions(update=0.0), seconds).lanes.groups
+    assert [work.forward for work in works] == [pytest.approx(2 / 3)] * 3 + [0.5]

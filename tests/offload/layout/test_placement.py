@@ -17,9 +17,26 @@ from vblackwell.offload.layout.placement import (
     passing_bytes,
     place_streamed,
     spaces,
+    state_bytes,
 )
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.units import GiB, MiB
+
+
+def test_another_division_keeps_what_lives_on_level0():
+    """And is one of the ranges' plan, too; where nothing is updated on level 0, there is no ring for another."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 80, bias=False) for _ in range(40)))
+    groups, levels = find_groups(model, torch.bfloat16, None)[0], spaces([4 * MiB, GiB], on_gpu=True)
+    options = StreamingOptions(torch.bfloat16, update=0.25, resident_bytes=2 * state_bytes(groups[0]))
+    found = place_streamed(model, levels, options)
+    for update, on_host in ((0.5, 20), ("device", 0), (0.25, 10)):
+        other = found.updated(update)
+        assert len(other.on_level0) == 40 - on_host
+        assert other.storage.resident == {0, 1} and other.on_level0[:2] == found.groups[:2]
+        assert other.storage.on_level0 == {group.index for group in other.on_level0[2:]}
+    assert found.updated(0.25).on_level0 == found.on_level0
+    on_host = place_streamed(model, levels, StreamingOptions(torch.bfloat16, update="host"))
+    assert on_host.updated("device") is on_host
 
 
 def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_late():

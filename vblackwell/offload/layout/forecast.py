@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
 from vblackwell.machine.rates import Rates
 from vblackwell.offload.layout import placement
 from vblackwell.offload.layout.groups import (
@@ -19,20 +19,22 @@ from vblackwell.offload.layout.groups import (
     KINDS,
     PARAMETER_KINDS,
     Group,
+    find_groups,
     moment_ranges,
     num_elements,
     passing_bytes,
 )
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan, simulate
-from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_streamed
+from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_groups, place_streamed
 from vblackwell.offload.layout.storage_plan import LevelSpace, StoragePlan
 
 # Of the CPU's rate this counts in a step, as threads that issue and land take cores, and copies its memory's time: in
 # steps of nine drawn models on one H200 it did 2.4 to 3.2 G/s, 2.95 in the median, of 4.25 alone.
 CPU_IN_STEP = 0.7
-SHARES = tuple(number / 40 for number in range(25))  # of the parameters, that the host may update
+SHARES = (*(number / 40 for number in range(25)), 1.0)  # of the parameters, that the host may update
 LOADED = 0.3  # of level 0 for weights, where nothing else says how much: what steps leave becomes theirs
 ALIKE = 1.01  # of steps this close the one with the smaller share: one too large costs more than one too small
+MANY = 16  # micro-batches: with more the CPU is as busy adding up, and a simulation takes longer
 COARSE_PIECES = 6  # of a ring of states: more take longer to simulate and choose the same
 
 Update = str | float  # a place, or the share of the parameters that the host updates
@@ -152,7 +154,8 @@ def _plan(
     micro_batches: int,
     host_norms: bool,
 ) -> LanePlan:
-    tables = (site.module for site in found.sites if isinstance(site.module, nn.Embedding))
+    modules = {module for site in found.sites for module in site.module.modules()}
+    tables = (module for module in modules if isinstance(module, nn.Embedding))
     looked_up = {id(param) for table in tables for param in table.parameters(recurse=False)}
     on_level0 = set(found.on_level0)
     multiplied = [sum(slot.num_elements for slot in g.slots if id(slot.param) not in looked_up) for g in found.groups]
@@ -211,9 +214,10 @@ def fastest_updates(
     levels: Sequence[LevelSpace],
     options: StreamingOptions,
     measured: Callable[[], tuple[float, float]],
-) -> Callable[[int], Update]:
-    """Where the updates of ``model`` run on a GPU in steps of so many micro-batches: as ``options`` say, and for
-    'auto' the share of which a step is the shortest, by simulation, with nothing to compute and an endless disk.
+) -> Callable[[int, bool], Update]:
+    """Where the updates of ``model`` run on a GPU in steps of so many micro-batches, whose updates can be rolled back
+    (True) or not: as ``options`` say, and for 'auto' the share of the shortest step, by simulation, with nothing to
+    compute and an endless disk.
 
     More to compute hides more of the link and of the CPU, whatever their shares are: in 242 simulated steps of drawn
     models and machines, what is chosen without compute takes 1.01 of the best share's time with it in the mean, 1.02 in
@@ -227,43 +231,46 @@ def fastest_updates(
     Raises as `place_streamed`.
     """
     if options.update != "auto":
-        return lambda micro_batches: options.update
+        return lambda micro_batches, undo: options.update
     if options.formats.packed:
-        return lambda micro_batches: "device"
-    placed, refused = dict[float, StreamedPlacement](), list[InsufficientMemory]()
+        return lambda micro_batches, undo: "device"
+    groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
     if options.weight_bytes is None:
         options = replace(options, weight_bytes=int(levels[0].free_bytes * LOADED))
+    placed, refused = dict[float, StreamedPlacement](), list[VBError]()
     for share in SHARES:
         try:
-            placed[share] = place_streamed(model, levels, replace(options, update=share))
-        except InsufficientMemory as error:  # states on a disk take RAM to pass through
+            placed[share] = place_groups(groups, sites, levels, replace(options, update=share))
+        except (InsufficientMemory, ConfigurationError) as error:  # states on a disk take RAM; nothing lives on level 0
             refused.append(error)
     if not placed:
         raise refused[0]
     if not any(found.on_level0 for found in placed.values()):
-        return lambda micro_batches: "host"
+        return lambda micro_batches, undo: "host"
     link, cpu = measured()
     passing = link, link, link, link  # and an endless disk: where one bounds a step, all shares would seem alike
     rates = Rates(math.inf, math.inf, math.inf, *passing, cpu * CPU_IN_STEP, disk_read=math.inf, disk_write=math.inf)
     return functools.cache(functools.partial(_fastest, placed, rates))
 
 
-def _fastest(placed: Mapping[float, StreamedPlacement], rates: Rates, micro_batches: int) -> Update:
-    """Of every fourth share, and of those near the best of these."""
+def _fastest(placed: Mapping[float, StreamedPlacement], rates: Rates, micro_batches: int, undo: bool) -> float:
+    """Of every fourth share and all on the host, and of those near the best of these."""
 
     @functools.cache
     def seconds(share: float) -> float:
         try:
-            lanes = _forecast(placed[share], {}, 0, micro_batches, undo=True, host_norms=False).lanes
+            lanes = _forecast(placed[share], {}, 0, min(micro_batches, MANY), undo, host_norms=False).lanes
         except InsufficientMemory:
             return math.inf
         coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
         return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
 
     shares = list(placed)
-    best = shares.index(min(shares[::4], key=seconds))
-    tried = sorted({*shares[::4], *shares[max(0, best - 2) : best + 3]})
+    some = [*shares[::4], shares[-1]]
+    best = min(some, key=seconds)
+    near = shares.index(best)
+    tried = sorted({*some, *shares[max(0, near - 2) : near + 3]}) if seconds(best) < math.inf else shares
     least = min(map(seconds, tried))
-    share = next(each for each in tried if seconds(each) <= ALIKE * least)
-    everywhere = len(placed[share].on_level0) == len(placed[share].trainable)
-    return "device" if share == 0 and everywhere else share
+    if least == math.inf and undo:
+        return _fastest(placed, rates, micro_batches, False)
+    return next(each for each in tried if seconds(each) <= ALIKE * least)

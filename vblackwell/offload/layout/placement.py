@@ -155,13 +155,20 @@ class StreamedPlacement:
 
 
 def place_streamed(model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions) -> StreamedPlacement:
-    """Find the groups of ``model`` and place its weights and masters. With update='auto' the host updates all that may
-    be updated there: see `vblackwell.offload.layout.forecast.fastest_updates`.
-
-    Raises as `find_groups`; ConfigurationError: there is one level, or nothing could live on level 0;
-    InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
-    """
+    """Find the groups of ``model`` and place them; raises as `find_groups` and `place_groups`."""
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
+    return place_groups(groups, sites, levels, options)
+
+
+def place_groups(
+    groups: list[Group], sites: list[Site], levels: Sequence[LevelSpace], options: StreamingOptions
+) -> StreamedPlacement:
+    """Place the weights and masters of ``groups``, which ``sites`` use. With update='auto' the host updates all that it
+    may: see `vblackwell.offload.layout.forecast.fastest_updates`.
+
+    Raises ConfigurationError: there is one level, or nothing could live on level 0; InsufficientMemory: level 0 cannot
+    hold the largest group, or the lower levels the model.
+    """
     trainable = [group for group in groups if group.trainable()]
     level, resident_bytes, free = levels[0], options.resident_bytes, levels[0].free_bytes
     # What with its gradient does not fit level 0 is cut, if it can be.
