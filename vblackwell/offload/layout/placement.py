@@ -289,7 +289,7 @@ def groups_on_level0(groups: Sequence[Group], update: str | float) -> list[Group
     """Those of ``groups``, in the order of the forward, that are updated on level 0; for 'auto' those that are updated
     nowhere else. Unsupported: 'device', and one cannot be updated there.
     """
-    able = able_on_level0(groups)
+    able = _able_on_level0(groups)
     unable = next((group for group in groups if group.trainable() and group not in able), None)
     if update == "device" and unable is not None:
         raise Unsupported(
@@ -305,7 +305,7 @@ def groups_on_level0(groups: Sequence[Group], update: str | float) -> list[Group
     return [group for group in able if group not in on_host]
 
 
-def able_on_level0(groups: Iterable[Group]) -> list[Group]:
+def _able_on_level0(groups: Iterable[Group]) -> list[Group]:
     """Those with something to train, and one compute type: fp32, or bf16 with a split master."""
     types = (torch.float32, torch.bfloat16)
     return [group for group in groups if group.trainable() and group.uniform and group.slots[0].dtype in types]
@@ -351,7 +351,7 @@ def old_kinds(group: Group, *, on_host: bool) -> tuple[str, ...]:
 
 def may_be_behind(group: Group, storage: StoragePlan) -> bool:
     """Whether ``group`` has exact states of one type, in RAM."""
-    if group.formats.packed or group not in able_on_level0([group]) or (group, "master") in storage:
+    if group.formats.packed or group not in _able_on_level0([group]) or (group, "master") in storage:
         return False
     kinds = [kind for kind in (*PARAMETER_KINDS, "gradient") if (group, kind) in storage]
     placed = [storage.range(group, kind).level for kind in kinds]
