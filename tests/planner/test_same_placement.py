@@ -238,7 +238,7 @@ def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     below = [bounds.host] + ([bounds.disk] if bounds.disk else [])
     untold, levels = StreamingOptions(case.dtype, formats=case.formats), spaces([bounds.gpu, *below], on_gpu=True)
     updates = fastest_updates(model, levels, untold, lambda: (RATES.up_both, RATES.cpu_adamw))
-    if not bounds.disk:  # next to which a plan tries one place for all as well
+    if not placed.step.lanes.uses_disk:  # where a plan tries one place for all as well
         assert updates(case.micro_batches, undo) == choice.update  # of a run that is told nothing
     sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
     options = StreamingOptions(case.dtype, update=choice.update, formats=case.formats, **sizes)

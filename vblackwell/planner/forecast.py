@@ -177,15 +177,22 @@ class Forecast:
 
     def choices(self, space: Space) -> list[Choice]:
         """Those of ``space``. Where 'auto' says nothing of what bounds a step, all updates in one place are tried too:
-        without a GPU instead, as one lane waits for the other, and next to a disk."""
+        without a GPU instead, as one lane waits for the other, and where a disk is used, if only for lack of RAM."""
         found = dict[Choice, None]()
         for each in space.choices():
             places: tuple[Update, ...] = (each.update,)
             if each.update == "auto" and each.placement == "streamed" and each.states == "fp32":
                 places = ("auto",) * self.machine.has_gpu
-                places += ("host", "device") if self.machine.bounds.disk or not self.machine.has_gpu else ()
+                places += ("host", "device") if not self.machine.has_gpu or self._uses_disk(each) else ()
             found |= {replace(each, update=place): None for place in places}
         return list(found)
+
+    def _uses_disk(self, choice: Choice) -> bool:
+        """Or would, if it fitted."""
+        if not self.machine.bounds.disk:
+            return False
+        placed = self.place(choice)
+        return isinstance(placed, Lacking) or (placed.step is not None and placed.step.lanes.uses_disk)
 
     def _decided(self, choice: Choice) -> Choice:
         """``choice`` with a stated update: for 'auto' that which a run on a GPU would choose. Raises as `place`."""
