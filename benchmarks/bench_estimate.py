@@ -75,7 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--timed", type=int, default=0, metavar="N", help="time steps of N cases, each alone on the GPU")
     add("--jobs", type=int, default=8, help="cases at a time")
     add("--limit", type=float, default=600.0, metavar="SECONDS", help="for all measurements together")
-    add("--case-limit", type=float, default=60.0, metavar="SECONDS", help="for one case")
+    add("--case-limit", type=float, default=180.0, metavar="SECONDS", help="for one case")
     add("--capability", default="9.0", help="of the GPU that predictions are for")
     add("--gpu", default="H200", help="whose rates predicted step times go by, if none are measured")
     add("--device", choices=("cuda", "cpu"), default="cuda")
