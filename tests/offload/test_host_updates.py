@@ -1,13 +1,16 @@
-"""Updates on the host that run while the backward still does: begun or not, given up, committed or interrupted."""
+"""Updates on the host that run while the backward still does: begun or not, given up, committed or interrupted; and
+which share of all they are, looked at when steps have shown their rate, and moved without a bit's change.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,14 +19,20 @@ from torch import nn
 from tests.delay import set_transfer_delay
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
+from tests.offload.movement import behind_twins
 from tests.waiting import wait_until
 from vblackwell.errors import StaleTensor, StepAbandoned
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload import api
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.host_share import HostShare
+from vblackwell.offload.layout.forecast import FastestUpdates
 from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 
-MLP = CASES[0]
+MLP, DECODER, *_ = CASES
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEVEL0 = 128 << 10
 
 
@@ -285,3 +294,149 @@ def test_a_gradient_waits_for_the_copy_of_one_that_was_given_up(twins: Callable[
     finally:
         set_transfer_delay(None)
     assert not late and equal(pair.model, pair.plain)
+
+
+# -- when their share is looked at -------------------------------------------------------------------------------------
+
+
+class Updates(FastestUpdates):
+    """A share for each rate."""
+
+    def __init__(self, cpu: float, place: Callable[[float], Any]) -> None:
+        super().__init__({}, 0.0, cpu)
+        self.place, self.asked = place, list[tuple[int, bool, float]]()
+
+    def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None) -> Any:
+        self.asked.append((micro_batches, undo, cpu or self.cpu))
+        return self.place(cpu or self.cpu)
+
+
+def looks(updates: Updates, rates: list[float], seconds: float = 1.0) -> tuple[HostShare, dict[int, Any]]:
+    """What is found after each step whose updates have the next of ``rates``; steps after which nothing is asked are
+    left out.
+    """
+    total = [0, 0.0]
+    share, found = HostShare(updates, lambda: (total[0], total[1])), dict[int, Any]()
+    share.place = share.first(1, True)
+    for step, rate in enumerate(rates, 1):
+        total[0] += int(rate * seconds)
+        total[1] += seconds
+        if step >= share.next_look:
+            found[step] = share.again(step, 1, True)
+    return share, found
+
+
+def test_the_first_steps_do_not_count_and_looks_become_rare():
+    updates = Updates(1000.0, lambda cpu: round(cpu / 4000, 2))
+    _, found = looks(updates, [10.0, 10.0, *[2000.0] * 38])
+    assert found == {2: None, 5: 0.5, 10: None, 20: None, 40: None}
+    assert updates.asked == [(1, True, 1000.0), (1, True, 2000.0)]
+
+
+def test_a_rate_that_changes_later_is_met():
+    _, found = looks(Updates(1000.0, lambda cpu: cpu / 4000), [1000.0] * 10 + [2000.0] * 10)
+    assert found == {2: None, 5: None, 10: None, 20: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds", "place"),
+    [
+        (1090.0, 1.0, lambda cpu: cpu / 1000),  # as good as the rate that was taken
+        (2000.0, 0.01, lambda cpu: cpu / 4000),  # in too short a time
+        (2000.0, 1.0, lambda cpu: 0.25 + cpu / 1e5),  # a hundredth more is not worth a move
+        (2000.0, 1.0, lambda cpu: "host"),
+    ],
+)
+def test_little_is_no_reason(rate: float, seconds: float, place: Callable[[float], Any]):
+    share, found = looks(Updates(1000.0, place), [rate] * 12, seconds)
+    assert set(found) == {2, 5, 10} and not any(found.values())
+    assert share.place == place(1000.0)
+
+
+@pytest.mark.parametrize("place", [0.25, "host"])
+def test_a_place_that_was_stated_stays_and_tells_what_it_shows(place: float | str):
+    told, total = list[float](), [0]
+    share = HostShare(FastestUpdates({}, 0.0, 0.0, place), lambda: (total[0], total[0] / 2000.0))
+    share.place, share.found = share.first(1, True), told.append
+    for step in (2, 5, 10):
+        total[0] += 10000
+        assert share.again(step, 1, True) is None and share.place == place
+    assert told == [2000.0]
+
+
+def test_what_steps_showed_is_told():
+    told = list[float]()
+    share = HostShare(Updates(1000.0, lambda cpu: 0.5), lambda: (total, total / 2000.0))
+    share.place, share.found, total = 0.5, told.append, 0
+    for step in (2, 5, 10):
+        total += 10000
+        assert share.again(step, 1, True) is None  # the same share
+    assert told == [2000.0]  # once: it is what is taken from then on
+
+
+# -- and changes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("micro_batches", "faster"), [(1, 8.0), (1, 1 / 8), (2, 8.0)])
+def test_a_run_moves_updates_when_its_steps_show_another_rate(
+    micro_batches: int, faster: float, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    stream = api.stream
+    monkeypatch.setattr(api, "stream", lambda *args: stream(*args[:-1], lambda: (20e9, 2e9)))  # a GPU's link, the CPU
+    plain, model = build(DECODER), build(DECODER)
+    stack = make_stack(512 << 10)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True, accumulation_steps=micro_batches)
+    theirs, engine = torch.optim.AdamW(plain.parameters(), fused=True), offload_of(model)
+    shown = engine.host_share.cpu * faster
+    monkeypatch.setattr(engine.host_share, "_updated", lambda: (int(shown * ours.num_steps_seen), ours.num_steps_seen))
+    ours.num_steps_seen = 0  # a second a step
+    places = list[list[str]]()
+    for step in range(12):
+        places.append(engine.summary()["updated_on_level0"])
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            for micro in range(micro_batches):
+                DECODER.loss(module, step * micro_batches + micro).backward()
+            if module is plain:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ours.num_steps_seen += 1
+    first, last = places[0], places[-1]
+    assert all(each == first for each in places[:6]) and all(each == last for each in places[6:])
+    assert set(last) < set(first) if faster > 1 else set(last) > set(first)
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("host_kib", [540, 1200])  # not all states can be a step behind, or all, and some have shadows
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_moving_between_any_steps_changes_no_bit(dtype: torch.dtype, host_kib: int, delayed: bool):
+    """Steps that come, clip, do not come, or are several backwards long, and updates that move before each of them."""
+    choose, late, moved = random.Random(host_kib), random.Random(7), 0
+    levels = [{"capacity_mb": size / 1024, "device": "cpu"} for size in (behind_twins.FAST_BYTES / 1024, host_kib)]
+    with VGPUStack({"levels": levels}) as stack:
+        pair = behind_twins.Twins(stack, 0.5, dtype, max_grad_norm=1e9)
+        control = pair.engine.step_control
+        if delayed:
+            set_transfer_delay(lambda kind: time.sleep(late.random() * 0.001))
+            set_worker_delay(lambda: time.sleep(late.random() * 0.001))
+        try:
+            for window in range(16):
+                if control.between_steps and choose.random() < 0.7:
+                    control.divide_anew(pair.engine._placed.updated(choose.choice(SHARES)))
+                    moved += 1
+                pair.limit(choose.choice([1e9, 1e9, 1e-3]))
+                for number in range(choose.choice([1, 1, 1, 2])):
+                    pair.backward(10 * window + number)
+                if choose.random() < 0.85:
+                    pair.step_any(zero=choose.random() < 0.9)
+                else:
+                    pair.zero_grad()
+        finally:
+            set_transfer_delay(None)
+            set_worker_delay(None)
+        assert moved > 5
+        pair.assert_states()
+        release(pair.model)
+        assert all(level.used_bytes == 0 for level in stack.levels)

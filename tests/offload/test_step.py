@@ -24,7 +24,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StepAbando
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload import api, engine
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
-from vblackwell.offload.layout.forecast import forecast_step
+from vblackwell.offload.layout.forecast import FastestUpdates, forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.state import Phase, set_worker_delay
@@ -97,7 +97,7 @@ def test_groups_stay_with_the_host_where_ram_has_no_room_for_another_division(co
     """Ten bytes of RAM a parameter: what is updated on level 0 from a disk passes through a set of its size there."""
     stream, refused = api.stream, list[InsufficientMemory]()
     monkeypatch.setattr(api, "stream", lambda *args: stream(*args[:-1], lambda: (50e9, 4e9)))
-    monkeypatch.setattr(engine, "fastest_updates", lambda *args: lambda count, undo: 0.5 if count == 1 else 0.0)
+    monkeypatch.setattr(FastestUpdates, "__call__", lambda self, count, undo: 0.5 if count == 1 else 0.0)
     reserve = engine.reserve
 
     def counted(*args: Any) -> None:

@@ -226,6 +226,11 @@ class LevelPool:
             self._updated += parameters
             self._update_seconds += seconds
 
+    def host_updates(self) -> tuple[int, float]:
+        """Parameters that the CPU has updated, and the seconds in which it did."""
+        with self._lock:
+            return self._updated, self._update_seconds
+
     def get_stats(self) -> dict[str, Any]:
         """``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions',
         'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds',

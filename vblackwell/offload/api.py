@@ -28,7 +28,7 @@ from vblackwell.offload.layout.groups import (
     refuse_untrainable,
 )
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions
-from vblackwell.offload.measure import rates_together
+from vblackwell.offload.measure import keep_step_rate, rates_together
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.state import Level0Budget
 from vblackwell.offload.resident import Resident
@@ -169,6 +169,8 @@ def enable_vgpu_stack_optimization(
             store = ActivationStore(stack, f"{name}/activations", may_stay=chosen) if activations == "host" else None
             measured = functools.partial(rates_together, device) if on_gpu else None
             engine = stream(model, stack, name, options, source, store, measured)
+            if on_gpu:
+                engine.host_share.found = functools.partial(keep_step_rate, device)
         names[name] = engine.finalizer
         undone.pop_all()
     stack.measure_host_memory()  # the model's own is free now: moments, whose places are next, may have it
@@ -226,7 +228,7 @@ def model_plan(model: nn.Module) -> str:
             f"AdamW: {where}",
             f"inputs of checkpoints wait {'in RAM' if found['activations'] else 'on ' + levels[0].name}",
         ]
-        lines += filter(None, [found["graphs"]])
+        lines += filter(None, [found["host_share"], found["graphs"]])
         if found["steps"]:
             lines.append(f"updates were rolled back in {found['rolled_back_steps']} of {found['steps']} steps")
     if is_accelerated(model):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.checkpoint import second_pass_under, top_hooks
-from vblackwell.offload.layout.forecast import Update, fastest_updates
+from vblackwell.offload.host_share import HostShare
+from vblackwell.offload.layout.forecast import FastestUpdates, fastest_updates
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
 from vblackwell.offload.layout.placement import (
     StreamedPlacement,
@@ -77,7 +78,7 @@ def stream(
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0; ``measured``: as
     `fastest_updates` has it, None: no GPU.
     """
-    levels, updates = spaces_of(stack), lambda micro_batches, undo: options.update
+    levels, updates = spaces_of(stack), FastestUpdates({}, 0.0, 0.0, options.update)
     if measured is not None:
         updates = fastest_updates(model, levels, options, measured)
     found = place_streamed(model, levels, replace(options, update=updates(1, True)))
@@ -133,7 +134,7 @@ class Offload:
         found: StreamedPlacement,
         storage: Storage,
         activations: ActivationStore | None,
-        updates: Callable[[int, bool], Update],
+        updates: FastestUpdates,
     ) -> None:
         self.model, self.name = model, name
         self.stack = stack = storage.stack
@@ -141,7 +142,7 @@ class Offload:
         self.storage = storage
         self.device = stack.level0_device
         self.activations = activations
-        self._updates: Callable[[int, bool], Update] | None = updates  # `fastest_updates`; None: their place is final
+        self.host_share, self._placed = HostShare(updates, stack.host_updates), found
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
@@ -223,6 +224,7 @@ class Offload:
                 self._end_export()
                 self.weights.trace.begin_pass()
                 self.step_control.begin_forward((args, arguments), training=module.training)
+                self._divide_anew()
             if torch.is_grad_enabled():
                 if (graphs := self.step_control.graphs) is not None:
                     self._entered.forward.enter_context(graphs.used())
@@ -426,8 +428,8 @@ class Offload:
         # What parameters that are added later will need, too: host memory through which that spills is not given back.
         rest = [group for group in self.groups if group.trainable() and group not in groups]
         control, place = self.step_control, None
-        if self._updates is not None:
-            place = self._updates(optimizer.accumulation_steps, optimizer.undo)  # seconds, for which nobody waits
+        if self.host_share.place is None:
+            place = self.host_share.first(optimizer.accumulation_steps, optimizer.undo)  # seconds; nobody waits
         with self.lock:
             before = control.found
             for found in [before] if place is None else [before.updated(place), before]:
@@ -443,7 +445,18 @@ class Offload:
         self._zero([pair for pair in fresh if not self.storage.range(*pair).extent.born_zero])
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()
-        self.step_control.source, self._updates = optimizer, None
+        self.step_control.source = optimizer
+        if place is not None:
+            # As placed, where RAM has no room for another.
+            self.host_share.place = "auto" if control.found is before else place
+
+    def _divide_anew(self) -> None:
+        """Between two steps, where the last ones say so: run AdamW elsewhere."""
+        control, share = self.step_control, self.host_share
+        if control.num_steps >= share.next_look and control.between_steps:
+            place = share.again(control.num_steps, control.source.accumulation_steps, control.source.undo)
+            if place is not None:
+                control.divide_anew(self._placed.updated(place))
 
     def optimizers(self) -> list[Any]:
         return [] if self.step_control.source is None else [self.step_control.source]
@@ -499,6 +512,7 @@ class Offload:
             "activations": None if self.activations is None else self.activations.summary(),
             "undo_bytes": self.step_control.shadow_bytes,
             "graphs": "" if self.step_control.graphs is None else self.step_control.graphs.about,
+            "host_share": self.host_share.about,
             "steps": self.step_control.num_steps,
             "rolled_back_steps": self.step_control.num_rolled_back,
         }

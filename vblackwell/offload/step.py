@@ -73,7 +73,7 @@ class StepControl(Mover):
         self._old_bytes = 0  # for states that are a step behind
 
     def divide(self, found: StreamedPlacement) -> None:
-        """Run AdamW where ``found`` says; no update may be under way."""
+        """Run AdamW where ``found`` says; no update may be under way, and none have a rollback."""
         self._storage.plan = replace(self._storage.plan, on_level0=found.storage.on_level0)
         self.found, level0, on_level0 = found, self.level0, set(found.on_level0)
         if level0 is not None:
@@ -81,6 +81,36 @@ class StepControl(Mover):
         self._places = {
             group: self.host_updates if level0 is None or group not in on_level0 else level0 for group in self._groups
         }
+
+    def divide_anew(self, found: StreamedPlacement) -> None:
+        """Run AdamW where ``found`` says from now on, between two steps: waits for updates, and room for rollbacks is
+        made anew.
+        """
+        self.roll_back()
+        self.scale_stored()
+        for group in self._groups:
+            self._places[group].wait(group)
+        if self.level0 is not None:
+            self.level0.drain()  # and it holds no weights any more, which the host would find in use
+        self.settle(self._groups)
+        with defer_sigint():
+            for group in self._groups:
+                self._drop_old_ranges(group)
+            for place in filter(None, (self.host_updates, self.level0)):
+                place.shadows.free_spare()
+            self._may_undo, self._has_asked, self._old_bytes = set(), False, 0
+            self.divide(found)
+            if self.level0 is not None:
+                self.level0.compile_ahead()
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradient has come since the last step, and all of them have a place wherever updates run."""
+        source = self.source
+        if source is None or self._open_window or self._forwards > 1:
+            return False
+        plan = self._storage.plan
+        return source.undo and not plan.resident and not plan.uses_disk
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
@@ -296,16 +326,20 @@ class StepControl(Mover):
         self.settle([last])
         if self.level0 is not None:
             self.level0.forget_ahead()
-        self._worker.drain()
-        if (load := self._states[last].last_load) is not None:
-            load.wait()
-        for kind, own in zip(OLD_KINDS, ("weight", "gradient"), strict=True):
-            if (last, kind) in self._storage:
-                self._storage.drop(last, kind, own)
+        self._drop_old_ranges(last)
         self._may_undo.discard(last)
         if not self._may_undo and not self._open_window:  # for another model, and not as this one has too little
             self._has_asked = False
         return True
+
+    def _drop_old_ranges(self, group: Group) -> None:
+        """End of `_add_old_ranges`, of a group whose states lack nothing."""
+        self._worker.drain()
+        if (load := self._states[group].last_load) is not None:
+            load.wait()
+        for kind, own in zip(OLD_KINDS, ("weight", "gradient"), strict=True):
+            if (group, kind) in self._storage:
+                self._storage.drop(group, kind, own)
 
     def _keep(self, group: Group) -> None:
         state = self._states[group]

@@ -18,7 +18,14 @@ from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout import placement as layout
-from vblackwell.offload.layout.forecast import CPU_IN_STEP, StepForecast, Update, fastest_updates, forecast_step
+from vblackwell.offload.layout.forecast import (
+    CPU_IN_STEP,
+    FastestUpdates,
+    StepForecast,
+    Update,
+    fastest_updates,
+    forecast_step,
+)
 from vblackwell.offload.layout.groups import (
     Formats,
     Group,
@@ -205,9 +212,7 @@ class Forecast:
             update = updates(choice.accumulation_steps, self.machine.undo)
         return replace(choice, update=update)
 
-    def _fastest_updates(
-        self, machine: Machine, checkpointing: bool, formats: Formats, waiting: int
-    ) -> Callable[[int, bool], Update]:
+    def _fastest_updates(self, machine: Machine, checkpointing: bool, formats: Formats, waiting: int) -> FastestUpdates:
         bounds, rates = machine.bounds, machine.rates
         capacities = [bounds.gpu, bounds.host] + ([bounds.disk] if bounds.disk else [])
         options = layout.StreamingOptions(activation_bytes=waiting, formats=formats)

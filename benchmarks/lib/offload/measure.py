@@ -30,7 +30,6 @@ from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
 from vblackwell.machine.device import cap_process, make_deterministic, use_expandable_segments
-from vblackwell.offload.measure import rates_together
 from vblackwell.train.trainer import send_back
 
 # What slow steps leave of the warm-up: pages of host memory come for ten seconds, and weights get what steps leave of
@@ -196,11 +195,9 @@ def train(run: Run) -> Result:
     count, busy = (now - before for now, before in zip(updates_of(system), updates, strict=True))
     if count:
         each, share, rate = count / steps / 1e9, busy / (ended - begun), count / busy / 1e9
-        said = f"the CPU updates {each:.2f} G parameters a step, {share:.0%} of the time at {rate:.2f} G/s"
-        if run.device.type == "cuda":
-            link, cpu = rates_together(run.device)  # what the choice went by
-            said += f"; {cpu / 1e9:.2f} before, beside copies at {link / 1e9:.1f} GB/s each way"
-        result.notes.append(said)
+        result.notes.append(
+            f"the CPU updates {each:.2f} G parameters a step, {share:.0%} of the time at {rate:.2f} G/s"
+        )
     result.notes += filter(None, [system.about()])
     if system.stats is not None:
         result.stall_share = (stalls_of(system) - stalls) / (ended - begun)

@@ -275,7 +275,7 @@ def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], 
         norm_of=lambda: optimizer.grad_norm,
         finish=engine.finish,
         stats=stack.get_stats,
-        about=lambda: engine.summary().get("graphs", ""),
+        about=lambda: "; ".join(filter(None, map(engine.summary().get, ("host_share", "graphs")))),
     )
 
 

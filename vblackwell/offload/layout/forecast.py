@@ -209,15 +209,55 @@ def _plan(
 # -- where updates run -------------------------------------------------------------------------------------------------
 
 
+class FastestUpdates:
+    """Where updates run in steps of so many micro-batches, whose updates can be rolled back (True) or not.
+
+    Attributes:
+        cpu: parameters/s that the CPU is taken to update in a step, and calls may know better; 0: the place is stated.
+    """
+
+    def __init__(self, placed: Mapping[float, StreamedPlacement], link: float, cpu: float, place: Update = 0.0) -> None:
+        self.cpu = cpu
+        self._placed, self._link, self._place = placed, link, place
+        self._fastest = functools.cache(self._fastest_of)
+
+    def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None) -> Update:
+        return self._fastest(micro_batches, undo, cpu or self.cpu) if self._placed else self._place
+
+    def _fastest_of(self, micro_batches: int, undo: bool, cpu: float) -> float:
+        """Of every fourth share and all on the host, and of those near the best of these."""
+        # With an endless disk: where one bounds a step, all shares would seem alike.
+        passing = self._link, self._link, self._link, self._link
+        rates = Rates(math.inf, math.inf, math.inf, *passing, cpu, disk_read=math.inf, disk_write=math.inf)
+
+        @functools.cache
+        def seconds(share: float) -> float:
+            try:
+                lanes = _forecast(self._placed[share], {}, 0, min(micro_batches, MANY), undo, host_norms=False).lanes
+            except InsufficientMemory:
+                return math.inf
+            coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
+            return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
+
+        shares = list(self._placed)
+        some = [*shares[::4], shares[-1]]
+        best = min(some, key=seconds)
+        near = shares.index(best)
+        tried = sorted({*some, *shares[max(0, near - 2) : near + 3]}) if seconds(best) < math.inf else shares
+        least = min(map(seconds, tried))
+        if least == math.inf and undo:
+            return self._fastest(micro_batches, False, cpu)
+        return next(each for each in tried if seconds(each) <= ALIKE * least)
+
+
 def fastest_updates(
     model: nn.Module,
     levels: Sequence[LevelSpace],
     options: StreamingOptions,
     measured: Callable[[], tuple[float, float]],
-) -> Callable[[int, bool], Update]:
-    """Where the updates of ``model`` run on a GPU in steps of so many micro-batches, whose updates can be rolled back
-    (True) or not: as ``options`` say, and for 'auto' the share of the shortest step, by simulation, with nothing to
-    compute and an endless disk.
+) -> FastestUpdates:
+    """Where the updates of ``model`` run on a GPU: as ``options`` say, and for 'auto' the share of the shortest step,
+    by simulation, with nothing to compute.
 
     More to compute hides more of the link and of the CPU, whatever their shares are: in 242 simulated steps of drawn
     models and machines, what is chosen without compute takes 1.01 of the best share's time with it in the mean, 1.02 in
@@ -231,9 +271,9 @@ def fastest_updates(
     Raises as `place_streamed`.
     """
     if options.update != "auto":
-        return lambda micro_batches, undo: options.update
+        return FastestUpdates({}, 0.0, 0.0, options.update)
     if options.formats.packed:
-        return lambda micro_batches, undo: "device"
+        return FastestUpdates({}, 0.0, 0.0, "device")
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
     if options.weight_bytes is None:
         options = replace(options, weight_bytes=int(levels[0].free_bytes * LOADED))
@@ -246,31 +286,6 @@ def fastest_updates(
     if not placed:
         raise refused[0]
     if not any(found.on_level0 for found in placed.values()):
-        return lambda micro_batches, undo: "host"
+        return FastestUpdates({}, 0.0, 0.0, "host")
     link, cpu = measured()
-    passing = link, link, link, link  # and an endless disk: where one bounds a step, all shares would seem alike
-    rates = Rates(math.inf, math.inf, math.inf, *passing, cpu * CPU_IN_STEP, disk_read=math.inf, disk_write=math.inf)
-    return functools.cache(functools.partial(_fastest, placed, rates))
-
-
-def _fastest(placed: Mapping[float, StreamedPlacement], rates: Rates, micro_batches: int, undo: bool) -> float:
-    """Of every fourth share and all on the host, and of those near the best of these."""
-
-    @functools.cache
-    def seconds(share: float) -> float:
-        try:
-            lanes = _forecast(placed[share], {}, 0, min(micro_batches, MANY), undo, host_norms=False).lanes
-        except InsufficientMemory:
-            return math.inf
-        coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
-        return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
-
-    shares = list(placed)
-    some = [*shares[::4], shares[-1]]
-    best = min(some, key=seconds)
-    near = shares.index(best)
-    tried = sorted({*some, *shares[max(0, near - 2) : near + 3]}) if seconds(best) < math.inf else shares
-    least = min(map(seconds, tried))
-    if least == math.inf and undo:
-        return _fastest(placed, rates, micro_batches, False)
-    return next(each for each in tried if seconds(each) <= ALIKE * least)
+    return FastestUpdates(placed, link, cpu * CPU_IN_STEP)

@@ -125,6 +125,11 @@ class StoragePlan:
         """Where staged bytes are: the first usable level in RAM, level 0 if there is none."""
         return next((level for level in self.usable if self.levels[level].kind == "ram"), 0)
 
+    @property
+    def uses_disk(self) -> bool:
+        """Whether a range is on a disk."""
+        return any(self.levels[placed.level].kind == "disk" for placed in self.ranges.values())
+
     def bytes_by_level(self) -> dict[str, list[int]]:
         """Bytes of each kind of range, by level of the stack."""
         table: dict[str, list[int]] = {}

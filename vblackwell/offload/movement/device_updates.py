@@ -52,7 +52,7 @@ class DeviceUpdates(Mover):
         self, shared: Shared, found: StreamedPlacement, weights: WeightStreamer, gradients: GradientCollector
     ) -> None:
         super().__init__(shared)
-        self.groups = set(found.on_level0)  # `StepControl` may choose others before the first step
+        self.groups = set(found.on_level0)  # `StepControl` may choose others between steps
         self._sliced = found.slice_rows.keys()  # never whole on level 0
         self._weights = weights
         self._gradients = gradients
@@ -92,7 +92,8 @@ class DeviceUpdates(Mover):
             able = self.groups if after_step else ()
             first = [group for group in self._groups if group in able and group not in self._sliced]
             self.staying = [group for group in first if group.trainable()][: self._max_locked]
-            expected = self.staying if after_step else [self._groups[index] for index in self._trace.last_pass]
+            last = [self._groups[index] for index in self._trace.last_pass]
+            expected = self.staying if after_step else [group for group in last if group in self.groups]
             behind = {group: found.gradient for group in expected if (found := self._states[group].behind) is not None}
             self._lane.expect(expected, behind)
             self._lane.pump()
