@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -166,7 +167,7 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> None:
+def _add_switch(parser: Any, flag: str, text: str, default: Any = False) -> None:
     from jsonargparse import ActionYesNo
 
     parser.add_argument(flag, action=ActionYesNo(yes_prefix="", no_prefix="no-"), default=default, help=text)
@@ -203,7 +204,7 @@ def _train_flags(parser: Any, hidden: bool = False) -> None:
         flag, text = flag_of(field.name), texts[field.name]
         if field.name == "preset":
             parser.add_argument(flag, type=str, help=presets)
-        elif isinstance(field.default, bool):
+        elif isinstance(field.default, bool) or field.name == "packing":
             _add_switch(parser, flag, text, field.default)
         else:
             parser.add_argument(flag, type=str, default=field.default, metavar="VALUE", help=text)
@@ -213,6 +214,10 @@ def _train(given: dict[str, Any]) -> int:
     from vblackwell.train.config import resolve
 
     config = resolve(given)
+    if config.data is not None:
+        from vblackwell.data.documents import check_path
+
+        check_path(Path(config.data))
     from vblackwell.train.run import train  # and torch, where the settings are good
 
     return train(config)

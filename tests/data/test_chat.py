@@ -12,17 +12,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers import AddedToken, Tokenizer
 
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.data.chat import (
+    COMPLETION,
     DEFAULT,
     LEARNT,
+    TALKED,
     ChatDataset,
     Conversation,
     chat_kind,
@@ -95,6 +99,10 @@ def folder_of(tokenizer, tmp_path):
 def written(path: Path, *records: object) -> TextFiles:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return find_text(path)
+
+
+def quiet(text: str, share: float | None) -> None:
+    """A report that nobody reads."""
 
 
 def learnt_text(corpus, index: int, tokenizer: Tokenizer) -> list[str]:
@@ -225,6 +233,85 @@ def test_the_kinds_mean_the_same(folder_of, tmp_path):
     assert chat_kind(written(tmp_path / "notes.txt", "plain")) is None
 
 
+def test_arrays_and_tables_mean_what_lines_mean(folder_of, tmp_path):
+    folder = folder_of(CHATML)
+    asked, answered = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
+    for name, record in {
+        "messages": {"messages": [asked, answered]},
+        "sharegpt": {"conversations": [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "Two."}]},
+        "alpaca": {"instruction": "Two and two?", "input": None, "output": "Four.", "text": "left out"},
+        COMPLETION: {"prompt": "Two and two are", "completion": " four."},
+        TALKED: {"prompt": [asked], "completion": [answered]},
+    }.items():
+        lines, array, table = (tmp_path / f"a.{suffix}" for suffix in ("jsonl", "json", "parquet"))
+        array.write_text(json.dumps([record, record], indent=1))
+        parquet.write_table(pyarrow.Table.from_pylist([record | {"images": "x"}, record]), table)
+        found = [prepare_chat(source, name, folder, quiet) for source in (written(lines, record, record),)]
+        for path in (array, table):
+            source = find_text(path)
+            assert chat_kind(source) == name
+            found.append(prepare_chat(source, name, folder, quiet))
+        assert all(np.array_equal(each.tokens, found[0].tokens) for each in found)
+
+
+def test_a_completion_is_learnt_whole_with_the_end_of_the_text_and_its_prompt_is_not(folder_of, tokenizer, tmp_path):
+    source = written(tmp_path / "p.jsonl", *[{"prompt": "Two and two are", "completion": "\n\nfour."}] * 2)
+    corpus = prepare_chat(source, COMPLETION, folder_of(CHATML), quiet)
+    assert chat_kind(source) == COMPLETION and corpus.template is None
+    end = tokenizer.token_to_id("<|endoftext|>")
+    expected = [*tokenizer.encode("Two and two are").ids, *tokenizer.encode("\n\nfour.").ids, end]
+    assert (np.asarray(corpus.tokens[: corpus.lengths[0]]) & ~LEARNT).tolist() == expected
+    assert learnt_text(corpus, 0, tokenizer) == ["\n\nfour.<|endoftext|>"]
+
+
+@pytest.mark.parametrize(("template", "learnt"), [(CHATML, "Five.<|im_end|>"), (SAYING, "Five.<|endoftext|>")])
+def test_of_a_conversational_prompt_nothing_is_learnt(template, learnt, folder_of, tokenizer, tmp_path):
+    """Not even its own answers, which ``messages`` would learn."""
+    answer = {"role": "assistant", "content": "Five."}
+    record = {"prompt": TURNS[1:4], "completion": [answer], "system": "Be short."}
+    source = written(tmp_path / "p.jsonl", record, record)
+    corpus = prepare_chat(source, TALKED, folder_of(template), quiet)
+    assert learnt_text(corpus, 0, tokenizer) == [learnt]
+    (first, _) = conversations(source, TALKED)
+    assert first.messages == [{"role": "system", "content": "Be short."}, *TURNS[1:4], answer]
+
+
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ({"prompt": "x", "chosen": "a", "rejected": "b"}, "write 'chosen' as 'completion'"),
+        ({"chosen": TURNS, "rejected": TURNS}, "is a preference (chosen, rejected)"),
+        ({"messages": TURNS, "chosen": TURNS, "rejected": TURNS}, "keep 'messages' and drop 'chosen' and 'rejected'"),
+        ({"prompt": "x", "completion": "a", "label": False}, "the records whose label is true"),
+    ],
+)
+def test_preferences_are_refused_by_name(record, part, tmp_path):
+    with pytest.raises(ConfigurationError, match="p.jsonl: line 1 is a preference .*next-token loss") as caught:
+        chat_kind(written(tmp_path / "p.jsonl", record))
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "record", "part"),
+    [
+        ("x", {"prompt": "x", "completion": ""}, "an empty completion"),
+        ("x", {"prompt": "x", "completion": 3}, "no text under 'completion', but a number"),
+        ("x", {"prompt": "x"}, "holds 'prompt', the first record is of kind prompt-completion"),
+        ("x", {"prompt": TURNS[:2], "completion": TURNS[2:3]}, "is of kind prompt-completion of messages"),
+        (TURNS[:2], {"prompt": TURNS[:2], "completion": "Four."}, "'completion' is no list of messages"),
+        (TURNS[:2], {"prompt": TURNS[:2], "completion": TURNS[:1]}, "no message of the assistant"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_named(first, record, part, folder_of, tmp_path):
+    good = {"prompt": first, "completion": "y" if first == "x" else TURNS[2:3]}
+    source = written(tmp_path / "p.jsonl", good, record)
+    kind = chat_kind(source)
+    assert kind is not None
+    with pytest.raises(ConfigurationError, match="p.jsonl: line 2") as caught:
+        prepare_chat(source, kind, folder_of(CHATML), quiet)
+    assert part in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("record", "part"),
     [
@@ -233,12 +320,13 @@ def test_the_kinds_mean_the_same(folder_of, tmp_path):
         ({"messages": [{"role": "user", "content": ["x"]}]}, "no text under 'content'"),
         ({"messages": TURNS[:2]}, "no message of the assistant"),
         ({"messages": []}, "'messages' is no list of messages"),
-        ({"instruction": "x", "output": "y"}, "is of kind alpaca, the first line is of kind messages"),
-        ({"text": "x"}, "has none of the keys messages, conversations, instruction"),
+        ({"instruction": "x", "output": "y"}, "is of kind alpaca, the first record is of kind messages"),
+        ({"text": "x"}, "holds 'text', the first record is of kind messages"),
+        ({"chosen": "x", "rejected": "y"}, "is a preference (chosen, rejected)"),
         ({"messages": [*TURNS[1:2], {"role": "assistant", "content": ""}]}, "answers without a token"),
         ({"messages": TURNS, "tools": [{"name": "add"}]}, "has 'tools', which is not read"),
         ({"messages": [*TURNS[1:2], TURNS[2] | {"weight": 0}]}, "message 2 has weight 0"),
-        ([1], "has none of the keys"),
+        ([1], "holds a list, not an object"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(record, part, folder_of, tmp_path):
@@ -314,7 +402,8 @@ def test_a_line_that_is_nested_too_deep_is_named(folder_of, tmp_path):
     with pytest.raises(ConfigurationError, match="line 2 is nested too deep"):
         prepare_chat(find_text(path), "messages", folder_of(SPACED), lambda text, share: None)
     path.write_text("[" * 100_000)
-    assert chat_kind(find_text(path)) is None
+    with pytest.raises(ConfigurationError, match="line 1 is nested too deep"):
+        chat_kind(find_text(path))
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,10 @@
 """Readers: every kind of file gives its documents in order; everything unreadable is refused with its place."""
 
 import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -8,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from vblackwell.data import documents
+from vblackwell.data import documents, records
 from vblackwell.data.documents import TextFiles, find_text
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 
 
 def texts(source: TextFiles) -> list[str]:
@@ -85,7 +89,7 @@ def test_a_character_cut_off_at_the_end_is_refused(tmp_path):
     [
         (b'{"txt": "x"}', "no string under 'text'"),
         (b'{"text": null}', "no string under 'text'"),
-        (b'["text"]', "no string under"),
+        (b'["text"]', "holds a list, not an object"),
         (b'{"text": ' + b"[" * 100_000, "nested too deep"),
         (b'{"text": "x"', "is not JSON"),
         (b'{"text": "\xe4"}', r"line 3, byte 25 \(0xe4\) is not UTF-8"),
@@ -105,13 +109,123 @@ def test_bad_tables_are_refused(tmp_path):
     write_parquet(tmp_path / "nulls.parquet", ["a", None])
     (tmp_path / "no.parquet").write_bytes(b"PAR1 nothing")
     for name, reason in (
-        ("names", "only content"),
-        ("numbers", "holds int64"),
-        ("nulls", "row 1 has no text"),
+        ("names", "has none of the columns that are read, only content"),
+        ("numbers", "row 0 has no string under 'text', but a number"),
+        ("nulls", "row 1 has no string under 'text', but nothing"),
         ("no", "not a readable parquet"),
     ):
         with pytest.raises(ConfigurationError, match=reason):
             texts(find_text(tmp_path / f"{name}.parquet"))
+
+
+def written(path, data):
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.text(alphabet='a"\\\\[]{},\n é😀', max_size=40), max_size=6),
+    size=st.integers(1, 40),
+    indent=st.sampled_from([None, 1]),
+    ascii=st.booleans(),
+)
+def test_an_array_is_read_in_pieces_of_any_size(tmp_path_factory, rows, size, indent, ascii):
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    values = [{"text": row, "more": [1, {"x": None}]} for row in rows]
+    written(path, "\ufeff" * ascii + json.dumps(values, indent=indent, ensure_ascii=ascii) + "\n" * size)
+    before, records.BLOCK_BYTES = records.BLOCK_BYTES, size
+    try:
+        assert [record for _, record in records.records(path)] == values
+    finally:
+        records.BLOCK_BYTES = before
+    assert texts(find_text(path)) == rows
+
+
+def test_an_array_is_never_held_whole(tmp_path):
+    path = written(tmp_path / "a.json", json.dumps([{"text": "a word " * 20}] * 60_000, indent=1))
+    assert path.stat().st_size > 9 * records.BLOCK_BYTES
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in records.records(path)) == 60_000
+        assert tracemalloc.get_traced_memory()[1] < 5 * records.BLOCK_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_json_may_also_be_an_object_a_line(tmp_path):
+    path = written(tmp_path / "a.json", '{"text": "one"}\n{"text": "two"}\n')
+    assert texts(find_text(path)) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ('[{"text": "a"}, {"txt": "x"}]', "record 2 has no string under 'text', but nothing"),
+        ('[{"text": "a"}, {"text": 3}]', "record 2 has no string under 'text', but a number"),
+        ('[{"text": "a"}, "b"]', "record 2 begins with '\"', not an object"),
+        ('[{"text": "a"}, {"text": "x"', "record 2 is not JSON"),
+        ('[{"text": "a"}, {"text": nan}]', "record 2 is not JSON"),
+        ('[{"text": "a"}', "record 1 is the last, and no ']' follows"),
+        ('[{"text": "a"} {"text": "b"}]', "record 1 is followed by '{'"),
+        ('[{"text": "a"}][]', r"'\[' follows the array"),
+        ('[{"text": "a"}, {"text": "\\ud83d"}]', "record 2 has half a character"),
+        ('[{"text": ' + "[" * 100_000, "record 1 is nested too deep"),
+        (b'[{"text": "a"}, {"text": "\xe4"}]', r"byte 26 \(0xe4\) is not UTF-8"),
+        ("3", "line 1 holds a number, not an object"),
+        ('{"data": [{"text": "a"}]}', "line 1 has no string under 'text'"),
+    ],
+)
+def test_a_bad_record_of_an_array_is_named_by_number(tmp_path, data, reason):
+    with pytest.raises(ConfigurationError, match=f"a\\.json: {reason}"):
+        texts(find_text(written(tmp_path / "a.json", data)))
+
+
+@pytest.mark.parametrize(("name", "command"), [("a.jsonl.gz", "gunzip"), ("a.zst", "unzstd"), ("a.zip", "unzip")])
+def test_what_is_compressed_is_refused_by_name_and_by_content(tmp_path, name, command):
+    with pytest.raises(ConfigurationError, match=f"is compressed .*{command}"):
+        find_text(written(tmp_path / name, b"x"))
+    magic = next(magic for magic, suffix in records.MAGIC.items() if name.endswith(suffix))
+    for suffix in (".jsonl", ".txt", ".json"):
+        with pytest.raises(ConfigurationError, match=rf"b\{suffix} is compressed .*{command}"):
+            texts(find_text(written(tmp_path / f"b{suffix}", magic + b"\x80\xff")))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", ["x"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(Unsupported, match="pip install pyarrow"):
+        texts(find_text(tmp_path / "a.parquet"))
+
+
+def test_a_hub_datasets_card_is_left_out(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "train.parquet", ["x"])
+    written(tmp_path / "README.md", "---\nlicense: mit\n---\n")
+    written(tmp_path / "dataset_infos.json", "{}")
+    found = find_text(tmp_path)
+    assert texts(found) == ["x"] and [path.name for path in found.left_out] == ["README.md", "dataset_infos.json"]
+    (tmp_path / "data" / "train.parquet").unlink()
+    (tmp_path / "dataset_infos.json").unlink()
+    assert texts(find_text(tmp_path)) == ["---\nlicense: mit\n---\n"]  # a text like any
+
+
+def test_a_missing_path_is_told_with_the_nearest_or_how_to_get_it(tmp_path):
+    written(tmp_path / "train.jsonl", "")
+    with pytest.raises(ConfigurationError, match="did you mean 'train.jsonl'"):
+        find_text(tmp_path / "trian.jsonl")
+    with pytest.raises(ConfigurationError, match="hf download tatsu-lab/alpaca --repo-type dataset --local-dir alpaca"):
+        find_text(Path("tatsu-lab/alpaca"))
+    for path in ("gone/text.jsonl", "/gone/alpaca"):
+        with pytest.raises(ConfigurationError, match="check the path$"):
+            find_text(Path(path))
+
+
+def test_a_missing_path_is_refused_before_torch_is_imported(tmp_path):
+    words = ["train", "--model", str(tmp_path), "--data", str(tmp_path / "gone.jsonl")]
+    program = f"import sys; from vblackwell import cli; code = cli.main({words}); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", f"{program}; sys.exit(code)"], capture_output=True, text=True)
+    assert done.returncode == 2 and "gone.jsonl: no such file" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_paths_that_give_nothing_are_refused(tmp_path):

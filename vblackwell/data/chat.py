@@ -1,9 +1,10 @@
-"""Conversations: out of jsonl files, written down by a chat template, and as rows of tokens with masked targets.
+"""Conversations: out of files of records, written down by a chat template, and as rows of tokens with masked targets.
 
-The first line tells the kind of all (docs/models.md). A template with ``{% generation %}`` says what the model writes.
-For any other, each answer is put between two characters that stand nowhere else, inside the white space it begins and
-ends with, because templates trim; the text without the marks must be the text without marking. Learnt is the answer,
-and the special token after it that ends the turn.
+The first record tells the kind of all (docs/models.md). A template with ``{% generation %}`` says what the model
+writes. For any other, each answer is put between two characters that stand nowhere else, inside the white space it
+begins and ends with, because templates trim; the text without the marks must be the text without marking. Learnt is the
+answer, and the special token after it that ends the turn. A prompt and its completion, both plain text, follow each
+other as they are, and the completion is learnt with the end of the text.
 
 With packing several conversations share a row: positions begin again at 0 with each, and no token attends to another
 or is predicted from one. Without, each has a row, filled up with tokens that nothing attends to and nothing learns.
@@ -13,8 +14,9 @@ B batch, S sequence.
 import json
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from vblackwell.data.corpus import HELD_OUT_SHARE, Corpus, Progress, cached, content_hash, pack_rows, permute
-from vblackwell.data.documents import LINES, TextFiles, json_lines
+from vblackwell.data.documents import TextFiles
+from vblackwell.data.records import RECORDS, kind_of_value, records
 from vblackwell.data.tokenizer import end_of_text_id, vocab_size_of
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, stored_template
@@ -35,7 +38,9 @@ from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.attention.documents import document_starts
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
-KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
+COMPLETION, TALKED = "prompt-completion", "prompt-completion of messages"
+KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca", "prompt": COMPLETION}
+_PREFERENCE = (("chosen", "rejected"), ("prompt", "completion", "label"))  # of DPO and such; of KTO
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 ANSWER = "assistant"
@@ -44,63 +49,100 @@ Message = dict[str, str]
 
 
 class Conversation(NamedTuple):
-    messages: list[Message]  # at least one of them an answer
+    messages: list[Message]  # at least one of those to learn from an answer
     place: str  # where they stand, for errors
+    prompt: int = 0  # how many messages come before those to learn from
 
 
 def chat_kind(source: TextFiles) -> str | None:
-    """'messages', 'sharegpt' or 'alpaca', by the first line of the first file; None where it is no conversation."""
-    path = source.files[0]
-    if path.suffix.lower() not in LINES:
-        return None
-    try:
-        return next((_kind_of(record) for _, record in json_lines(path)), None)
-    except ConfigurationError:
-        return None  # reading it all says what is wrong
+    """'messages', 'sharegpt', 'alpaca', 'prompt-completion' or 'prompt-completion of messages', by the first record of
+    the first file that has one; None where it is plain text. Raises ConfigurationError, with the place, where that
+    record cannot be read, or is one of preferences."""
+    for path in source.files:
+        if path.suffix.lower() not in RECORDS:
+            return None
+        for place, record in records(path):
+            return _kind_of(record, place)
+    return None
 
 
-def _kind_of(record: Any) -> str | None:
-    return next((kind for key, kind in KINDS.items() if isinstance(record, dict) and key in record), None)
+def _kind_of(record: dict[str, Any], place: str) -> str | None:
+    given = {key for key, value in record.items() if value is not None}  # tables have null where there is nothing
+    keys = next((keys for keys in _PREFERENCE if given.issuperset(keys)), None)
+    if keys is not None:
+        whole = next((key for key in ("messages", "conversations", "text") if key in given), None)
+        remedy = "write 'chosen' as 'completion', or as 'messages' where it is a list of them, and drop 'rejected'"
+        if "label" in keys:
+            remedy = "keep prompt and completion of the records whose label is true"
+        elif whole:
+            remedy = f"keep {whole!r} and drop 'chosen' and 'rejected'"
+        what = f"a preference ({', '.join(keys)}), and this trains next-token loss"
+        raise ConfigurationError(f"{place} is {what}: {remedy}")
+    found = next((kind for key, kind in KINDS.items() if key in given), None)
+    if found is COMPLETION and "completion" not in given:
+        found = None
+    return TALKED if found is COMPLETION and isinstance(record["prompt"], list) else found
 
 
 def conversations(source: TextFiles, kind: str) -> Iterator[Conversation]:
-    """Every line, in order; ConfigurationError, with file and line, where one cannot be used."""
+    """Every record, in order; ConfigurationError, with file and place, where one cannot be used."""
     for path in source.files:
-        if path.suffix.lower() not in LINES:
+        if path.suffix.lower() not in RECORDS:
             first = source.files[0]
-            raise ConfigurationError(f"{path} is no .jsonl, and {first} holds conversations: give files of one kind")
-        for place, record in json_lines(path):
-            yield Conversation(_messages(record, kind, place), place)
+            raise ConfigurationError(f"{path} holds plain text, and {first} {kind}: give files of one kind")
+        for place, record in records(path):
+            yield _conversation(record, kind, place)
 
 
-def _messages(record: Any, kind: str, place: str) -> list[Message]:
-    found = _kind_of(record)
+def _conversation(record: dict[str, Any], kind: str, place: str) -> Conversation:
+    found = _kind_of(record, place)
     if found != kind:
-        what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
-        raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
+        keys = ", ".join(map(repr, list(record)[:5])) or "nothing"
+        what = f"is of kind {found}" if found else f"holds {keys}"
+        raise ConfigurationError(f"{place} {what}, the first record is of kind {kind}: give records of one kind")
     # What other trainers put into the prompt.
     if unread := [name for name in ("tools", "functions", "history") if record.get(name)]:
         raise ConfigurationError(f"{place} has {unread[0]!r}, which is not read: write it into messages or remove it")
+    prompt = list[Message]()
     if kind == "messages":
-        return _listed(record, "messages", "role", "content", place)
-    if kind == "alpaca":
-        asked, more, answer = record["instruction"], record.get("input") or "", record.get("output")
-        for key, value in (("instruction", asked), ("output", answer), ("input", more)):
-            if not isinstance(value, str):
-                remedy = "write instruction, output and perhaps input"
-                raise ConfigurationError(f"{place} has no text under {key!r}: {remedy}")
+        learnt = _listed(record, "messages", "role", "content", place)
+        return Conversation(_answered(learnt, place), place)
+    if kind == TALKED:
+        prompt = _listed(record, "prompt", "role", "content", place)
+        learnt = _listed(record, "completion", "role", "content", place)
+    elif kind == COMPLETION:
+        asked, answer = _texts(record, ("prompt", "completion"), place)
+        prompt, learnt = [{"role": "user", "content": asked}], [{"role": ANSWER, "content": answer}]
+        return Conversation([*prompt, *learnt], place, 1)
+    elif kind == "alpaca":
+        asked, answer, more = _texts(record, ("instruction", "output", "input"), place)
         question = {"role": "user", "content": f"{asked}\n\n{more}" if more else asked}
-        messages = [question, {"role": ANSWER, "content": answer}]
+        learnt = [question, {"role": ANSWER, "content": answer}]
     else:
-        messages = _listed(record, "conversations", "from", "value", place)
-    system = record.get("system")
+        learnt = _listed(record, "conversations", "from", "value", place)
+    messages, system = [*prompt, *_answered(learnt, place)], record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
+        prompt, messages = prompt and [*prompt, prompt[0]], [{"role": "system", "content": system}, *messages]
+    return Conversation(messages, place, len(prompt))
+
+
+def _texts(record: dict[str, Any], keys: Sequence[str], place: str) -> Iterator[str]:
+    for key in keys:
+        value = "" if key == "input" and record.get(key) is None else record.get(key)
+        if not isinstance(value, str):
+            advice = f"write {' and '.join(key for key in keys if key != 'input')}"
+            raise ConfigurationError(f"{place} has no text under {key!r}, but {kind_of_value(value)}: {advice}")
+        yield value
+
+
+def _answered(messages: list[Message], place: str) -> list[Message]:
+    if not any(message["role"] == ANSWER for message in messages):
+        raise ConfigurationError(f"{place} has no message of the {ANSWER}: there is nothing to learn; remove it")
     return messages
 
 
 def _listed(record: dict[str, Any], key: str, role_key: str, text_key: str, place: str) -> list[Message]:
-    listed = record[key]
+    listed = record.get(key)
     if not isinstance(listed, list) or not listed:
         raise ConfigurationError(f"{place}: {key!r} is no list of messages; write [{{{role_key!r}: ...}}, ...]")
     messages = list[Message]()
@@ -119,8 +161,6 @@ def _listed(record: dict[str, Any], key: str, role_key: str, text_key: str, plac
         if not isinstance(item.get(text_key), str):
             raise ConfigurationError(f"{at} has no text under {text_key!r}: images, tools and lists are not read")
         messages.append({"role": role, "content": item[text_key]})
-    if not any(message["role"] == ANSWER for message in messages):
-        raise ConfigurationError(f"{place} has no message of the {ANSWER}: there is nothing to learn; remove it")
     return messages
 
 
@@ -140,13 +180,16 @@ _MARKS = [chr(0xE000 + number) for number in range(64)]  # private use: no text 
 
 def write_down(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the spans (from, to) of its answers; ConfigurationError where the template does not show them."""
-    messages, place = conversation
+    messages, place, prompt = conversation
+    answers = sum(message["role"] == ANSWER for message in messages[prompt:])
     refusal = (f"{place}: {template.origin} refuses it", "; change the line or the template")
     if _GENERATION.search(template.source):
-        return template.write(messages, refusal, spans=True)
+        text, spans = template.write(messages, refusal, spans=True)
+        return text, spans[-answers:] if prompt else spans
     text, _ = template.write(messages, refusal)
     begin, end = [mark for mark in _MARKS if mark not in text][:2]
-    marked, _ = template.write([_marked(message, begin, end) for message in messages], refusal)
+    asked, learnt = messages[:prompt], [_marked(message, begin, end) for message in messages[prompt:]]
+    marked, _ = template.write([*asked, *learnt], refusal)
     found = enumerate(re.finditer(f"{begin}.*?{end}", marked, re.DOTALL))
     spans = [(match.start() - 2 * index, match.end() - 2 * index - 2) for index, match in found]
     torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
@@ -171,10 +214,15 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
         found = stored_template(path)
         if found is not None:
             return found
+    origin = f"the default chat template ({path} has none)"
+    return ChatTemplate(DEFAULT, origin, special_texts(tokenizer, path), is_default=True)
+
+
+def special_texts(tokenizer: Tokenizer, path: Path) -> dict[str, str]:
+    """What a text begins and ends with, by the names that templates use; empty where the tokenizer has nothing."""
     end, begin = end_of_text_id(tokenizer, path), tokenizer.encode("").ids[:1]
     numbers = {"bos_token": begin[0] if begin and begin[0] != end else None, "eos_token": end}
-    special = {name: "" if at is None else tokenizer.id_to_token(at) or "" for name, at in numbers.items()}
-    return ChatTemplate(DEFAULT, f"the default chat template ({path} has none)", special, is_default=True)
+    return {name: "" if at is None else tokenizer.id_to_token(at) or "" for name, at in numbers.items()}
 
 
 FORMAT = 2  # of the cache, and of which conversations are held out; part of every key
@@ -187,8 +235,8 @@ class ChatCorpus(Corpus):
     """Encoded conversations; ``tokens`` have the highest bit set where they are to be learnt."""
 
     lengths: np.ndarray  # tokens of each conversation, int64
-    kind: str  # of the lines: 'messages', 'sharegpt' or 'alpaca'
-    template: ChatTemplate
+    kind: str  # of the records, as of `chat_kind`
+    template: ChatTemplate | None  # None: as they are, a completion after its prompt
 
 
 def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, report: Progress) -> ChatCorpus:
@@ -197,17 +245,20 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
         remedy = "give --model, or --tokenizer with a chat template, to encode them"
         raise ConfigurationError(f"{source.name} holds conversations ({kind}): {remedy}")
     tokenizer = read_tokenizer(tokenizer_path)
-    template = find_template(tokenizer, tokenizer_path)
+    template = None if kind == COMPLETION else find_template(tokenizer, tokenizer_path)
+    texts = special_texts(tokenizer, tokenizer_path) if template is None else template.special
     content = content_hash(source, report)
-    special = sorted(item for item in template.special.items() if isinstance(item[1], str))
-    parts = (FORMAT, content, kind, template.source, special, tokenizer.to_str())
+    special = sorted(item for item in texts.items() if isinstance(item[1], str))
+    parts = (FORMAT, content, kind, template and template.source, special, tokenizer.to_str())
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     def build(folder: CommitFolder) -> None:
         report(f"encoding {source.name}", None)
         lengths = array("q")
         with folder.open("tokens.bin") as file:
-            for numbers in _encoded(source, kind, tokenizer, template):
+            write = partial(_join, texts) if template is None else partial(write_down, template)
+            says = template is None or _GENERATION.search(template.source) is not None
+            for numbers in _encoded(source, kind, tokenizer, write, says):
                 file.write(numbers.tobytes())
                 lengths.append(len(numbers))
         folder.add("lengths.bin", lengths.tobytes())
@@ -220,14 +271,27 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
     return ChatCorpus(*packed, lengths, kind, template)
 
 
-def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
+def _join(special: dict[str, str], conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    """A prompt and its completion as they are, between what a text begins and ends with; the span to learn."""
+    asked, answer = (message["content"] for message in conversation.messages)
+    if not answer:
+        raise ConfigurationError(f"{conversation.place} has an empty completion: there is nothing to learn; remove it")
+    begin = special["bos_token"] + asked
+    text = begin + answer + special["eos_token"]
+    return text, [(len(begin), len(text))]
+
+
+def _encoded(
+    source: TextFiles, kind: str, tokenizer: Tokenizer, write: Callable[..., Any], says: bool
+) -> Iterator[np.ndarray]:
+    """The tokens of each conversation; ``says``: the spans that ``write`` gives hold the ends of turns, too."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     found = conversations(source, kind)
     while batch := list(islice(found, _BATCH)):
-        rendered = [write_down(template, conversation) for conversation in batch]
+        rendered = [write(conversation) for conversation in batch]
         encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for conversation, (text, spans), encoding in zip(batch, rendered, encodings, strict=True):
-            learnt = _learnt(text, spans, encoding, set() if _GENERATION.search(template.source) else special)
+            learnt = _learnt(text, spans, encoding, set() if says else special)
             if not learnt[1:].any():
                 place = conversation.place
                 raise ConfigurationError(f"{place} has answers without a token: there is nothing to learn; remove it")

@@ -1,18 +1,19 @@
-"""Documents out of text, jsonl and parquet files, one piece at a time: a corpus may be larger than RAM.
+"""Documents out of text, jsonl, json and parquet files, one piece at a time: a corpus may be larger than RAM.
 
 Order is that of the sorted relative paths, the same on every machine. Whatever cannot be read is an error with file
 and place, but for files with foreign encodings of the default corpus, the Python standard library.
 """
 
-import json
+import re
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.data.records import PACKED, RECORDS, WANTED, compressed, decode_text, kind_of_value, reading, records
+from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.units import MiB
 
 PIECE_BYTES = 1 * MiB
@@ -21,9 +22,8 @@ TEXT_SUFFIXES = """
 .java .js .ts .go .rs .rb .sh .jl .lua .php .pl .r .scala .swift .kt .sql .css .ini .cfg
 """
 TEXT = frozenset(TEXT_SUFFIXES.split())
-LINES = frozenset((".jsonl", ".ndjson"))
-TABLE = frozenset((".parquet",))
 LEGAL = frozenset(("license", "licence", "copying", "notice", "authors", "patents"))  # without an extension
+CARDS = frozenset(("readme.md", "dataset_infos.json", "dataset_info.json"))  # what a hub puts next to files of records
 
 
 class Piece(NamedTuple):
@@ -45,15 +45,15 @@ class TextFiles:
     def pieces(self) -> Iterator[Piece]:
         """Every document's text, in order; ConfigurationError, with the place, where it cannot be read."""
         for path in self.files:
-            suffix = path.suffix.lower()
-            reader = _read_lines if suffix in LINES else _read_table if suffix in TABLE else _read_text
+            reader = _read_texts if path.suffix.lower() in RECORDS else _read_text
             with reading(path):
                 yield from reader(path)
 
 
 def find_text(path: Path | None) -> TextFiles:
-    """``path``, or all in that folder but LICENSE and such, and ``.`` or ``_`` names; None: the standard library's."""
-    files, left_out = list[Path](), list[Path]()
+    """``path``, or all in that folder but LICENSE and such, a README.md next to files of records, and ``.`` or ``_``
+    names; None: the standard library's. Raises ConfigurationError for no file of data, or of an unknown kind."""
+    files = list[Path]()
     if path is None:  # the running Python's, about 28 MB, without generated tables, which teach hexadecimal numbers
         root = Path(sysconfig.get_paths()["stdlib"])
         skipped = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -65,14 +65,15 @@ def find_text(path: Path | None) -> TextFiles:
         if not files:
             raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
         return TextFiles(root, tuple(files), "the Python standard library")
-    if not path.exists():
-        raise ConfigurationError(f"{path}: no such file or folder of text; check the path")
+    check_path(path)
     if path.is_file():
-        _check_kind(path)
         return TextFiles(path.parent, (path,), str(path))
     for parts, found in _below(path, "*"):
         if found.is_file() and not any(part.startswith((".", "_")) for part in parts):
-            (left_out if found.name.lower() in LEGAL else files).append(found)
+            files.append(found)
+    cards = CARDS if any(found.suffix.lower() in RECORDS and found.name.lower() not in CARDS for found in files) else ()
+    left_out = [found for found in files if found.name.lower() in LEGAL or found.name.lower() in cards]
+    files = [found for found in files if found not in left_out]
     for found in files:
         _check_kind(found)
     if not files:
@@ -80,18 +81,23 @@ def find_text(path: Path | None) -> TextFiles:
     return TextFiles(path, tuple(files), str(path), tuple(left_out))
 
 
+def check_path(path: Path) -> None:
+    """Raises ConfigurationError where there is no ``path``, or it is a file of an unknown kind; opens nothing."""
+    if path.is_file():
+        _check_kind(path)
+    if path.exists():
+        return
+    near = nearest(path.name, [found.name for found in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    advice = f"check the path{near}"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix.lower() not in TEXT | RECORDS and not near:
+        get = f"hf download {path} --repo-type dataset --local-dir {path.name}"
+        advice += f"; a dataset of the Hugging Face hub is read as files: `{get}`, then --data {path.name}"
+    raise ConfigurationError(f"{path}: no such file or folder of text; {advice}")
+
+
 def _below(root: Path, pattern: str) -> list[tuple[tuple[str, ...], Path]]:
     """Matching paths under ``root``, in the order of their parts relative to it."""
     return sorted((path.relative_to(root).parts, path) for path in root.rglob(pattern))
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigurationError(f"{path} cannot be read: {reason}; check the file and its permissions") from error
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
@@ -105,79 +111,24 @@ def _read_text(path: Path) -> Iterator[Piece]:
                 while cut > len(held) - 4 and held[cut] & 0xC0 == 0x80:  # to where a UTF-8 character begins
                     cut -= 1
             if cut:
-                yield Piece(_decode(held[:cut], path, start), ends_document=False)
+                yield Piece(decode_text(held[:cut], path, start), ends_document=False)
                 held, start = held[cut:], start + cut
-    yield Piece(_decode(held, path, start), ends_document=True)
+    yield Piece(decode_text(held, path, start), ends_document=True)
 
 
-def _decode(data: bytes, path: Path, start: int, place: str = "") -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{path}: {place}byte {start + error.start} (0x{data[error.start]:02x}) is not UTF-8; convert the file, "
-            f"e.g. with `iconv -f latin1 -t utf-8`, or take it out"
-        ) from error
-
-
-def _read_lines(path: Path) -> Iterator[Piece]:
-    for place, record in json_lines(path):
-        value = record.get("text") if isinstance(record, dict) else None
+def _read_texts(path: Path) -> Iterator[Piece]:
+    for place, record in records(path):
+        value = record.get("text")
         if not isinstance(value, str):
-            remedy = 'write {"text": "..."}, or conversations (docs/models.md)'
-            raise ConfigurationError(f"{place} has no string under 'text'; {remedy}")
+            raise ConfigurationError(f"{place} has no string under 'text', but {kind_of_value(value)}; {WANTED}")
         yield Piece(value, ends_document=True)
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line of a jsonl file stands, for messages of errors, and what it holds; blank lines are left out."""
-    start = 0
-    with reading(path), path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            text = _decode(line, path, start, f"line {number}, ")
-            start += len(line)
-            if not text.strip():
-                continue
-            place = f"{path}: line {number}"
-            try:
-                record = json.loads(text)
-                if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
-                    json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = f"\\u{ord(error.object[error.start]):04x}"
-                raise ConfigurationError(f"{place} has half a character ({half}): repair it") from error
-            except RecursionError as error:
-                raise ConfigurationError(f"{place} is nested too deep to be read: repair or remove it") from error
-            except ValueError as error:
-                raise ConfigurationError(f"{place} is not JSON ({error}); write one object a line") from error
-            yield place, record
-
-
-def _read_table(path: Path) -> Iterator[Piece]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            if "text" not in names:
-                given = ", ".join(names)
-                raise ConfigurationError(f"{path} has no column 'text', only {given}; rename the one to train on")
-            kind = table.schema_arrow.field("text").type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise ConfigurationError(f"{path}: column 'text' holds {kind}, not strings; convert it")
-            batches = table.iter_batches(batch_size=256, columns=["text"])
-            for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
-                if value is None:
-                    remedy = "remove it or write an empty string"
-                    raise ConfigurationError(f"{path}: row {row} has no text (null); {remedy}")
-                yield Piece(value, ends_document=True)
-    except pyarrow.ArrowException as error:
-        raise ConfigurationError(f"{path} is not a readable parquet file: {error}; write it again") from error
-
-
 def _check_kind(path: Path) -> None:
-    if path.suffix.lower() not in TEXT | LINES | TABLE:
+    suffix = path.suffix.lower()
+    if suffix in PACKED:
+        raise compressed(path, suffix)
+    if suffix not in TEXT | RECORDS:
         kind = f"the extension {path.suffix!r}" if path.suffix else "a name without extension"
-        known = "give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or remove it"
+        known = "give text (.txt, .md, .py, ...), .jsonl, .json or .parquet; rename or remove it"
         raise ConfigurationError(f"{path} has {kind}, which is not known: {known}")

@@ -32,10 +32,11 @@ class TrainConfig:
     model: str | None = None
     """Hugging Face folder to start from instead of a preset's random weights."""
     data: str | None = None
-    """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a
-    folder of them; default: the Python standard library's sources."""
-    packing: bool = True
-    """Let several conversations share a row, positions beginning again with each; --no-packing: a separate row each."""
+    """Text, or jsonl, json or parquet (text; or messages, sharegpt, alpaca, prompt and completion, told by the first
+    record), or a folder of them; default: the Python standard library's sources."""
+    packing: bool | None = None
+    """Let several conversations share a row, positions beginning again with each; by default where the model keeps them
+    apart; --no-packing: a separate row each."""
     inspect_data: bool = False
     """Print the first rows, token by token and which are learnt, and stop."""
 

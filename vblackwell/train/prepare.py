@@ -61,13 +61,15 @@ class Prepared(Parts):
 
     @property
     def template(self) -> ChatTemplate | None:
-        """How conversations were written down; None for plain text."""
+        """How conversations were written down; None for plain text, and for completions of plain prompts."""
         return self.corpus.template if isinstance(self.corpus, ChatCorpus) else None
 
     @property
     def turn_end(self) -> int | None:
         """The token that the model learns to end an answer with; None for plain text, or where the template writes
         none, or takes no plain question."""
+        if isinstance(self.corpus, ChatCorpus) and self.template is None:
+            return self.corpus.end_of_text_id
         with suppress(ConfigurationError):
             return None if self.template is None else self.template.turn_end(self.corpus.tokenizer)
         return None
@@ -230,9 +232,11 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
     validation = ChatDataset(chat, length, "validation", packing=config.packing)
     shared = "several share a row, positions begin again at 0 with each and none sees another"
     how = shared if train.packing else "each has a separate row"
+    written = "as they are" if chat.template is None else f"with {chat.template.origin}"
+    learnt = "completions" if "completion" in kind else "answers"
     progress.say(
-        f"data: {chat.name}: {len(chat.lengths)} conversations ({chat.kind}), written with {chat.template.origin}; "
-        f"learnt are the answers, {train.learnt_share:.0%} of the tokens; {train.conversations} to train on in "
+        f"data: {chat.name}: {len(chat.lengths)} conversations ({chat.kind}), written {written}; "
+        f"learnt are the {learnt}, {train.learnt_share:.0%} of the tokens; {train.conversations} to train on in "
         f"{len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): {how}"
     )
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
