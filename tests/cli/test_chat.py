@@ -84,5 +84,26 @@ def test_what_cannot_be_used_is_refused(place, folders, chat):  # noqa: F811
     refused(place, words(place, folder, chat, "--seq-length", "8"), "no training conversation", "raise --seq-length")
     more = ("--seq-length", "48", "--use-flash-attn")
     refused(place, words(place, folders("llama"), chat, *more), "--use-flash-attn", "--no-packing")
-    refused(place, words(place, folders("opt"), chat, "--seq-length", "48"), "OPTForCausalLM", "--no-packing")
-    place.vb(*words(place, folders("opt"), chat, "--seq-length", "48", "--no-packing", "--max-steps", "1"))
+    more = ("--seq-length", "48", "--packing")
+    refused(place, words(place, folders("opt"), chat, *more), "--packing: OPTForCausalLM", "--no-packing")
+
+
+def test_a_model_that_mixes_documents_gets_a_row_for_each(place, folders, chat):  # noqa: F811
+    """The run is that of --no-packing."""
+    sizes = ("--seq-length", "48", "--max-steps", "2")
+    output = place.vb(*words(place, folders("opt"), chat, *sizes)).stdout
+    assert output.count("no packing: OPTForCausalLM lets a document see what is before it in its row") == 1
+    place.vb(*words(place, folders("opt"), chat, *sizes, "--no-packing", "--out", "single"))
+    mine, theirs = (metrics(place.folder / name) for name in ("run", "single"))
+    assert [line["loss"] for line in mine] == [line["loss"] for line in theirs]
+
+
+def test_completions_of_plain_prompts_are_learnt_without_a_template(place, folders):  # noqa: F811
+    folder, data = folders("qwen3"), place.folder / "data.json"
+    data.write_text(json.dumps([{"prompt": f"def {n}?", "completion": ANSWERS[n % 3]} for n in range(60)], indent=1))
+    output = place.vb(*words(place, folder, data, "--seq-length", "48", "--max-steps", "1")).stdout
+    assert "60 conversations (prompt-completion), written as they are; learnt are the completions" in output
+    final = place.folder / "run/final"
+    assert not transformers.AutoTokenizer.from_pretrained(final).chat_template
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    assert end in [*json.loads((final / "generation_config.json").read_text())["eos_token_id"]]

@@ -38,11 +38,11 @@ from vblackwell.data.chat import (
 from vblackwell.data.corpus import pack_rows
 from vblackwell.data.documents import TextFiles, find_text
 from vblackwell.data.tokenizer import train_tokenizer
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError
 from vblackwell.folders import chat_prompt
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.train.checkpoint import generation_settings
-from vblackwell.train.prepare import check_packing
+from vblackwell.train.prepare import why_no_positions, why_not_apart
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}"
@@ -471,19 +471,27 @@ def test_a_damaged_cache_is_made_again(folder_of, tmp_path):
 def test_architectures_keep_packed_documents_apart(kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    assert why_no_positions(model) is None
+    reason = why_not_apart(model, 96, torch.device("cpu"))
     if kind == "opt":  # makes its own mask, and counts positions by it
-        with pytest.raises(Unsupported, match="OPTForCausalLM.*--no-packing"):
-            check_packing(model, 96, torch.device("cpu"))
+        assert reason is not None and "OPTForCausalLM lets a document see" in reason
     else:
-        check_packing(model, 96, torch.device("cpu"))
+        assert reason is None
     assert model.training
 
 
-def test_a_model_that_mixes_documents_is_refused():
+def test_a_model_that_mixes_documents_is_told():
     torch.manual_seed(0)
     config = CONFIGS["llama"]()
     model = transformers.AutoModelForCausalLM.from_config(config)
     original = model.model.forward
     model.model.forward = lambda *args, position_ids=None, **options: original(*args, **options)
-    with pytest.raises(Unsupported, match="--no-packing"):
-        check_packing(model, 96, torch.device("cpu"))
+    assert "LlamaForCausalLM lets a document see" in (why_not_apart(model, 96, torch.device("cpu")) or "")
+
+
+def test_a_model_without_positions_is_told():
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=96, hidden_size=8, n_layer=1, n_head=2)
+        )
+    assert "BloomForCausalLM takes no positions" in (why_no_positions(model) or "")

@@ -2,6 +2,7 @@
 here, before anything is written.
 """
 
+import inspect
 import math
 import shutil
 from contextlib import ExitStack, suppress
@@ -124,6 +125,20 @@ def prepare(
     """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``. Raises Stopped: the run
     was asked to stop while its data was read; VBError: something of it cannot be had.
     """
+    with ExitStack() as opened:
+        prepared = _prepare(config, device, progress, stop, opened)
+        if prepared is not None:
+            cleanup.push(opened.pop_all())
+            return prepared
+    prepared = _prepare(replace(config, packing=False), device, progress, stop, cleanup)
+    assert prepared is not None
+    return prepared
+
+
+def _prepare(
+    config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
+) -> Prepared | None:
+    """As `prepare`; None, which is said, where the model mixes documents that were packed without being asked for."""
     decided = decide(config, device, progress, stop, cleanup)
     config, found, plan, train = decided.config, decided.found, decided.plan, decided.train
     model, compute_dtype = found.model, decided.compute_dtype
@@ -165,7 +180,10 @@ def prepare(
         **({} if plan is None else planned_sizes(plan)),
     )
     if packs and not isinstance(model, Decoder):
-        check_packing(model, found.config["vocab_size"], device)
+        reason = why_not_apart(model, found.config["vocab_size"], device)
+        if reason is not None:
+            _not_packed(config, reason, progress)
+            return None
     peak = config.learning_rate
     return Prepared(
         model=model,
@@ -228,8 +246,12 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
         corpus = prepare_data(path, tokenizer_path, config.vocab_size, progress.phase)
         return corpus, PackedDataset(corpus, length, seed=seed), PackedDataset(corpus, length, "validation")
     chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
-    train = ChatDataset(chat, length, seed=seed, packing=config.packing)
-    validation = ChatDataset(chat, length, "validation", packing=config.packing)
+    packing = config.packing is not False
+    if packing and model is not None and (reason := why_no_positions(model.model)):
+        _not_packed(config, reason, progress)
+        packing = False
+    train = ChatDataset(chat, length, seed=seed, packing=packing)
+    validation = ChatDataset(chat, length, "validation", packing=packing)
     shared = "several share a row, positions begin again at 0 with each and none sees another"
     how = shared if train.packing else "each has a separate row"
     written = "as they are" if chat.template is None else f"with {chat.template.origin}"
@@ -246,9 +268,23 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
     return chat, train, validation
 
 
+def _not_packed(config: TrainConfig, reason: str, progress: Progress) -> None:
+    """Say why conversations do not share rows; Unsupported where ``--packing`` asks for it."""
+    if config.packing:
+        raise Unsupported(f"--packing: {reason}: add --no-packing: each conversation gets a separate row")
+    progress.say(f"no packing: {reason}: each conversation gets a separate row")
+
+
+def why_no_positions(model: nn.Module) -> str | None:
+    """Why ``model``, maybe on meta, cannot be told that positions begin again within a row; None where it can."""
+    if isinstance(model, Decoder) or "position_ids" in inspect.signature(model.forward).parameters:
+        return None
+    return f"{type(model).__name__} takes no positions, by which documents of a row are kept apart"
+
+
 @torch.no_grad()
-def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> None:
-    """Raises Unsupported unless ``model``, one of transformers', keeps packed documents apart.
+def why_not_apart(model: nn.Module, vocab_size: int, device: torch.device) -> str | None:
+    """How ``model``, one of transformers', mixes packed documents; None where it keeps them apart.
 
     Two rows end in the same document after different ones, a third begins with it; its logits must be the same in all.
     """
@@ -267,12 +303,12 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
     # What is masked adds exact zeros; sums of other lengths may round otherwise, by a few units of the compute type.
     tolerance = (2e-2 if next(model.parameters()).dtype != torch.float32 else 1e-4) * float(alone.norm())
     apart = max(float((alone - after_another).norm()) for after_another in logits_BSV[:2, PROBE_TOKENS:])
-    if not apart <= tolerance:
-        raise Unsupported(
-            f"--packing: {type(model).__name__} lets a document see what is before it in its row (its logits differ by "
-            f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a "
-            "separate row"
-        )
+    if apart <= tolerance:
+        return None
+    return (
+        f"{type(model).__name__} lets a document see what is before it in its row (its logits differ by "
+        f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm)"
+    )
 
 
 def build_stack(
