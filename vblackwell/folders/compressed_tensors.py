@@ -123,10 +123,15 @@ def check_entries(entries: Mapping[str, Tensor | TensorSpec], form: Format, name
             raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {numbers} numbers")
 
 
-def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
-    """What config.json says of linears in ``form``: ``ignore`` are the others, ``two_parts`` have a fine part."""
-    if form.name not in KINDS:
-        return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
+def quantization_config(
+    form: Format, ignore: Iterable[str], two_parts: Iterable[str] = (), *, alone: bool = False
+) -> dict[str, Any]:
+    """What config.json says of linears in ``form``: ``ignore`` are the others, ``two_parts`` have a fine part;
+    ``alone``: no other package may open the folder."""
+    fine = {TWO_PARTS: sorted(two_parts)} if two_parts else {}
+    if form.name not in KINDS or alone:
+        size = {"block_size": form.block_size} if form.name in KINDS else {}
+        return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore), **size, **fine}
     weights: dict[str, Any] = {
         "num_bits": form.bits,
         "type": "float" if form.name in _FP4 else "int",
@@ -143,7 +148,7 @@ def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": KINDS[form.name]}},
         "ignore": sorted(ignore),
-        **({TWO_PARTS: sorted(two_parts)} if two_parts else {}),
+        **fine,
     }
 
 
@@ -151,7 +156,7 @@ def format_of_config(config: Mapping[str, Any]) -> Format:
     """The format that a ``quantization_config`` names; raises Unsupported for what is not ours."""
     method, kind = config.get("quant_method"), config.get("format")
     if method == OWN_METHOD and kind in FORMATS:
-        return format_named(str(kind))
+        return format_named(str(kind), config.get("block_size") if kind in ("int4", "int8") else None)
     if method != "compressed-tensors":
         raise Unsupported(f"quant_method {method!r} is not read here: open the folder with the tool that wrote it")
     groups: Sequence[Mapping[str, Any]] = list((config.get("config_groups") or {}).values())

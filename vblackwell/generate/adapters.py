@@ -181,7 +181,7 @@ def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[
         if stored is not None:
             linear, owner, part = stored
             if part == linear.parts[-1]:
-                shapes[f"{owner}.weight"] = (linear.out_features, linear.in_features)
+                shapes[f"{owner}.weight"] = linear.weight_shape
         elif not is_adapter(name):
             shapes[name] = tuple(param.shape)
     like: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}

@@ -22,7 +22,7 @@ from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.nn.convert.linears import head_and, install_packed, linear_of, select_linears
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear.packed_linear import pack
+from vblackwell.nn.linear.packed_linear import is_transposed, pack, turned
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.layout.generation import workspace_bytes
 
@@ -88,7 +88,9 @@ def load_model(
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
         as_stored = dtype is None and isinstance(model, Decoder) and not isinstance(weights, PackedWeights)
-        chosen = {} if packing is None else select_linears(model, packing.layers, head_and(packing.keep))
+        chosen = (
+            {} if packing is None else select_linears(model, packing.layers, head_and(packing.keep), transposed=True)
+        )
         made: dict[Tensor, Tensor] = {}  # one that has several names stays one
         for name, target in weights.targets().items():
             owner, _, leaf = name.rpartition(".")
@@ -99,7 +101,8 @@ def load_model(
                     wanted = weights.dtype_of("lm_head.weight" if packing is None else name)
                 value = weights.read(name, wanted, device)
                 if packing is not None and leaf == "weight" and owner in chosen:
-                    install_packed(model, owner, pack(value, packing.format, name), **rounds)
+                    weight = turned(value, is_transposed(chosen[owner]))
+                    install_packed(model, owner, pack(weight, packing.format, name), **rounds)
                     continue
                 made[target] = nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
             setattr(model.get_submodule(owner), leaf, made[target])

@@ -14,7 +14,7 @@ from vblackwell.folders import compressed_tensors
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.nn.convert.linears import linear_of, replace_modules
-from vblackwell.nn.linear.packed_linear import rounding
+from vblackwell.nn.linear.packed_linear import rounding, sizes_of
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.packed import PackedTensor
 
@@ -63,7 +63,7 @@ class PackedWeights(FolderWeights):
             linear, kinds = linear_of(self._model, name), self._kinds(name)
             found = {kind: self._files[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in self._files}
             compressed_tensors.check_entries(found, self.form, name, fine=name in self._fine)
-            wanted = compressed_tensors.entry_specs(self.form, linear.out_features, linear.in_features)
+            wanted = compressed_tensors.entry_specs(self.form, *sizes_of(linear))
             packed = found[compressed_tensors.PACKED].shape
             if packed != wanted[compressed_tensors.PACKED].shape:
                 raise ConfigurationError(f"{name} is {linear}, its packed weight {packed}: that is of another model")
@@ -91,7 +91,7 @@ class PackedWeights(FolderWeights):
             linear, how = linear_of(self._model, name), {"fine": name in self._fine, **rounds}
             if checks:
                 form = "two-part" if how["fine"] else self.form.name
-                checks.check_shape(form, linear.out_features, linear.in_features, f"{name}.weight")
+                checks.check_shape(form, *sizes_of(linear), f"{name}.weight")
             replacements[linear] = StoredFP4Linear(linear, self.form, tiled=tiled, **how)
         replace_modules(self._model, replacements)
 

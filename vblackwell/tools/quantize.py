@@ -28,6 +28,7 @@ from vblackwell.kernels.fp4.encode import quantize, separate
 from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, check_device, check_packed, check_shape
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision, mean_loss
 from vblackwell.nn.convert.linears import HEAD, find_linears, head_and, needed_to_initialize, nothing_selected
+from vblackwell.nn.linear.packed_linear import is_transposed, sizes_of, turned
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
@@ -67,6 +68,7 @@ class QuantizeReport:
     bytes_before: int
     dtype_before: torch.dtype
     dtype: torch.dtype
+    foreign: set[str]  # classes of packed linears in whose place no other package puts a packed one
     layers: list[PackedLayer] = field(default_factory=list)
 
     @property
@@ -116,15 +118,16 @@ def quantize_folder(
         raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
     module, resolved = model_on_meta(source), target.resolve()
     with FolderWeights(module, source) as weights:
-        why = find_linears(module, pattern, keep)
+        why = find_linears(module, pattern, keep, transposed=True)
         if None not in why.values():
             raise nothing_selected(module, pattern, why)
         report = _planned(module, weights, form, why, assignment)
         for name, shape in report.packed.items() if w4a8 else ():
             check_shape(form.name, *shape, f"{name}.weight")
-        packer = _Packer(report, weights, form, scale_search, device, w4a8, on_layer)
+        packer = _Packer(report, module, weights, form, scale_search, device, w4a8, on_layer)
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
-            written = compressed_tensors.quantization_config(form, report.kept, report.two_parts)
+            of = (form, report.kept, report.two_parts)
+            written = compressed_tensors.quantization_config(*of, alone=bool(report.foreign))
             folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
             weight_files = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
             for path in sorted(source.iterdir()):  # tokenizer, generation settings and whatever else is there
@@ -218,6 +221,9 @@ def quantize_command(
     if report.dtype != report.dtype_before:
         old, new = (str(dtype).removeprefix("torch.") for dtype in (report.dtype_before, report.dtype))
         print(f"all other tensors {old} -> {new}, in which compressed-tensors decodes {format}")
+    if report.foreign:
+        names = ", ".join(sorted(report.foreign))
+        print(f"linears of the class {names} have no packed form in transformers and vLLM: vb alone opens the folder")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
     if batches:
         loss = mean_loss(load_model(source, device), batches)
@@ -272,17 +278,19 @@ def _planned(
 ) -> QuantizeReport:
     """What becomes of the linears ``why`` (`find_linears`), and of everything else."""
     before, held = stored_dtype(weights.folder), set(weights.names)
-    shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
+    shapes = {name: sizes_of(module.get_submodule(name)) for name in why if f"{name}.weight" in held}
     two_parts = set[str]()
     if assignment is not None:
-        assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
+        assignment.check(shapes, "that of the folder")
         left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
         assigned = "the assignment keeps it as it is"
         why = {name: reason or (assigned if name in left else None) for name, reason in why.items()}
         two_parts = set(assignment.names("two-part"))
-    if form.name in compressed_tensors.KINDS:  # transformers opens such folders
+    chosen = [name for name, reason in why.items() if reason is None]
+    # transformers puts packed linears in the place of nn.Linear, and initializes a FalconLinear that lacks its weight.
+    foreign = {type(module.get_submodule(name)).__name__ for name in chosen} - {"Linear"}
+    if form.name in compressed_tensors.KINDS and not foreign:  # transformers opens such folders
         _refuse_what_transformers_cannot_run(module, form, before)
-        chosen = [name for name, reason in why.items() if reason is None]
         reason = "transformers reads its weight when it opens a packed folder"
         why |= dict.fromkeys(needed_to_initialize(module, chosen), reason)
     kept, packed = dict[str, str](), dict[str, tuple[int, int]]()
@@ -293,11 +301,11 @@ def _planned(
         if reason:
             kept[name] = reason
         else:
-            packed[name] = (shapes[name][0], shapes[name][1])
+            packed[name] = shapes[name]
     if not packed:
         first = next(f"{name} ({reason})" for name, reason in kept.items())
         raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
-    dtype = compressed_tensors.runs_in(form, before)
+    dtype = before if foreign else compressed_tensors.runs_in(form, before)
     specs, sources, size = list[TensorSpec](), dict[str, str](), 0
     for name in weights.names:
         own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
@@ -310,7 +318,7 @@ def _planned(
             own = dtype
         specs.append(TensorSpec(weights.name_in_files(name), shape, own))
         sources[specs[-1].name] = name
-    return QuantizeReport(packed, two_parts & set(packed), kept, specs, sources, size, before, dtype)
+    return QuantizeReport(packed, two_parts & set(packed), kept, specs, sources, size, before, dtype, foreign)
 
 
 def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.dtype) -> None:
@@ -348,6 +356,7 @@ class _Packer:
     """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
 
     report: QuantizeReport
+    model: nn.Module
     weights: FolderWeights
     form: Format
     scale_search: str
@@ -372,7 +381,8 @@ class _Packer:
 
     def _weight(self, linear: str) -> Tensor:
         name = f"{linear}.weight"
-        return self.weights.read(name, self.weights.dtype_of(name), self.device)
+        weight = self.weights.read(name, self.weights.dtype_of(name), self.device)
+        return turned(weight, is_transposed(self.model.get_submodule(linear)))
 
     def _tensor_scales(self) -> dict[str, Tensor]:
         """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""

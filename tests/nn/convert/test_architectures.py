@@ -16,13 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.nn.convert.tiny_models import IDS, KINDS, small_kinds, tiny_model
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
-from vblackwell.folders.folder import stored_dtype
+from vblackwell.folders.folder import read_config, stored_dtype
 from vblackwell.generate.generate import columns, draws, stepper
 from vblackwell.generate.load import load_model, open_streamed
+from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.steps import check_one_pass
+from vblackwell.nn.convert import training
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.nn.convert.model import convert
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.tools.quantize import quantize_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
@@ -33,8 +38,9 @@ WRITTEN = [*OWN_STATE, "arcee", "granitemoehybrid", "roberta"]
 # transformers' generate gives them positions from 0 on, where their forward, which we call, counts from after the
 # padding token's number.
 OTHER_POSITIONS = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
+# FalconLinear and Conv1D, in whose place transformers puts no packed linear: this package alone reads their folders.
+ALONE = {"falcon", "gpt2", "gpt-sw3", "openai-gpt"}
 # Of these nothing is packed to either format, and it is said why.
-NO_LINEARS = {"falcon", "gpt2", "gpt-sw3", "openai-gpt"}  # FalconLinear and Conv1D are others
 READ = {"modernbert-decoder", "recurrent_gemma", "rwkv", "xlstm"}
 NOT_RUN = {"hrm_text", "llama4_text"}
 FP32_ALONE = {"ctrl", "xlnet"}  # and so not to nvfp4
@@ -115,7 +121,7 @@ def test_a_prompt_that_is_read_in_one_pass_has_no_chunks():
 
 
 @pytest.mark.parametrize(
-    "kind", selected([kind for kind in small_kinds() if kind not in NO_LINEARS | READ | NOT_RUN], PACKED)
+    "kind", selected([kind for kind in small_kinds() if kind not in ALONE | READ | NOT_RUN], PACKED)
 )
 def test_a_packed_folder_of_an_fp32_one_runs_in_transformers(kind, tmp_path):
     """In the type that its config.json says. nvfp4 is decoded to bf16 there, int8 to fp32: as exact as these."""
@@ -133,15 +139,67 @@ def test_a_packed_folder_of_an_fp32_one_runs_in_transformers(kind, tmp_path):
         assert (found - expected).norm() < off * expected.norm(), form
 
 
+def as_linears(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model with an `nn.Linear` of the transposed weight for each Conv1D, and for each FalconLinear."""
+    for owner in [*model.modules()]:
+        for name, child in owner.named_children():
+            if type(child).__name__ in ("Conv1D", "FalconLinear"):
+                weight = child.weight if type(child).__name__ == "FalconLinear" else child.weight.t().contiguous()
+                made = torch.nn.Linear(weight.shape[1], weight.shape[0], child.bias is not None)
+                made.load_state_dict({"weight": weight} | ({} if child.bias is None else {"bias": child.bias}))
+                setattr(owner, name, made)
+    return model
+
+
+@pytest.mark.parametrize("kind", selected(sorted(ALONE), ["falcon", "gpt2"]))
+@pytest.mark.parametrize("form", ["nvfp4", "int8"])
+def test_other_linears_are_packed_as_those_that_they_stand_for(kind, form, tmp_path, capsys):
+    """Bit for bit; and the folder says that it is ours, so that no other package takes its bytes for (N, K)."""
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    assert main(["quantize", "--model", str(tmp_path / "model"), "--out", str(tmp_path / form), "--format", form]) == 0
+    assert "vb alone opens the folder" in capsys.readouterr().out
+    opened, while_loading = load_model(tmp_path / form), load_model(tmp_path / "model", packing=Packing(form))
+    packed = [name for name, module in opened.named_modules() if isinstance(module, FusedFP4Linear)]
+    assert packed and stored_dtype(tmp_path / form) == stored_dtype(tmp_path / "model")
+    convert(as_linears(model), format=form, pack=True, fused=False, attention=None)
+    for other in (opened, while_loading):
+        for name in packed:
+            one, two = (made.get_submodule(name).packed.tensors() for made in (other, model))
+            assert all(torch.equal(one[part], two[part]) for part in two), name
+        torch.testing.assert_close(other(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert read_config(tmp_path / form)["quantization_config"]["quant_method"] == "vblackwell"
+
+
+@pytest.mark.parametrize("kind", selected(sorted(ALONE), ["falcon", "gpt2"]))
+def test_other_linears_train_straight_through_as_those_that_they_stand_for(kind):
+    """The same gradients, in the shapes of the parameters; and fused layers round, too."""
+    mine, theirs = tiny_model(kind), as_linears(tiny_model(kind))
+    unrounded = mine(IDS).logits
+    done, _ = (convert(each, fused=False, attention=None) for each in (mine, theirs))
+    assert done.replaced["linear"]
+    for model in (mine, theirs):
+        model(IDS).logits.square().sum().backward()
+    assert not torch.allclose(mine(IDS).logits, unrounded, rtol=1e-3)
+    turned = {f"{name}.weight" for name, module in mine.named_modules() if hasattr(module, "nf")}
+    assert bool(turned) == (kind != "falcon")
+    for name, parameter in mine.named_parameters():
+        expected = theirs.get_parameter(name).grad
+        found = parameter.grad.t() if name in turned else parameter.grad
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    expected = mine(IDS).logits
+    training.fuse(mine.train())
+    torch.testing.assert_close(mine.eval()(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "form", "error", "reason"),
     [
-        ("gpt2", "int8", ConfigurationError, "its weight is stored as"),
         ("rwkv", "int8", ConfigurationError, "transformers reads its weight when it opens a packed folder"),
         ("hrm_text", "int8", Unsupported, "packed names of mlp.gate_up_proj.weight, which it cuts up"),
         ("llama4_text", "int8", Unsupported, "it makes modules of the experts"),
         ("xlnet", "nvfp4", Unsupported, "in float32 alone, and nvfp4 in torch.bfloat16. Give --format nf4"),
-        *(pytest.param(kind, "int8", VBError, "", marks=pytest.mark.slow) for kind in sorted(NO_LINEARS | READ)),
+        *(pytest.param(kind, "int8", VBError, "", marks=pytest.mark.slow) for kind in sorted(READ)),
     ],
 )
 def test_what_transformers_would_not_run_is_not_written(kind, form, error, reason, tmp_path):
@@ -155,5 +213,5 @@ def test_the_documentation_names_them():
     text = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
     section = text.split("## Architectures")[1].split("\n## ")[0]
     assert set(re.findall(r"^> (.*)$", section, re.MULTILINE)[0].split()) == set(KINDS.split())
-    for kinds in (NO_LINEARS, READ, NOT_RUN, FP32_ALONE):
+    for kinds in (ALONE, READ, NOT_RUN, FP32_ALONE):
         assert kinds <= set(re.findall(r"`([\w-]+)`", section))

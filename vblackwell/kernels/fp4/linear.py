@@ -105,7 +105,8 @@ def each_time(function: Callable[..., Tensor]) -> Callable[[Request, Given], Pro
     def prepare(request: Request, given: Given) -> Product:
         def product(x: Tensor, weight: Weight, bias: Tensor | None, *more: Any) -> Tensor:
             y_MN = function(x.view(-1, request.k), weight, bias, request, given.activation, *more)
-            return y_MN.view(*given.shape[:-1])
+            # To autograd no view, so that a caller may add to it in place (Falcon does).
+            return torch.ops.aten._unsafe_view(y_MN, given.shape[:-1])
 
         return product
 

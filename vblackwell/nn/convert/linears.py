@@ -20,7 +20,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
-from vblackwell.nn.linear.packed_linear import rounding
+from vblackwell.nn.linear.packed_linear import is_transposed, rounding, sizes_of
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.nn.linear.two_part import BITS, Settings, VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
@@ -28,14 +28,17 @@ from vblackwell.units import columns, format_bytes
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS, NAMED_ELEMENTS = 1 << 20, 1 << 24  # layers of the latter are named when they are replaced
-# Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type of flash attention in fp32.
-_HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
+# Bloom reads it to repeat what several GPUs once summed, the others for the type of flash attention in fp32.
+_HARMLESS_READERS = ("modeling_bloom", "modeling_falcon", "modeling_gptj", "modeling_gpt_neo")
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
-def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, str | None]:
+def find_linears(
+    model: nn.Module, pattern: str = "all", keep: str = HEAD, *, transposed: bool = False
+) -> dict[str, str | None]:
     """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be. ``pattern`` is 'all',
-    'large' or a regular expression searched for in names, ``keep`` one for names that stay.
+    'large' or a regular expression searched for in names, ``keep`` one for names that stay; ``transposed``: the caller
+    takes transformers' `Conv1D`, whose weight is stored as (inputs, outputs).
     """
     try:
         wanted, kept = re.compile(pattern), re.compile(keep)
@@ -51,21 +54,22 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
         if isinstance(module, FusedFP4Linear):
             found[name] = "it is a FusedFP4Linear already"
             continue
-        # transformers' Conv1D, a linear with a transposed weight.
-        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
-        if not (isinstance(module, nn.Linear) or transposed):
+        turned_over = is_transposed(module)
+        if not (isinstance(module, nn.Linear) or turned_over):
             continue
         own = f"{name}.weight" if name else "weight"
         weight: Any = module._parameters.get("weight")
         others = [other for other in owners[id(weight)] if other != own]
+        # The only other class known to compute as nn.Linear does and to be only called.
         read, kind, plain = reads_weight(model, name), type(module).__name__, type(module) is nn.Linear
+        plain = plain or turned_over or f"{type(module).__module__}.{kind}".endswith(".modeling_falcon.FalconLinear")
         small = pattern == "large" and plain and weight is not None and weight.numel() < LARGE_ELEMENTS
         reasons = {
             "the output head: its error reaches the logits directly": module is head,
             f"its weight is shared with {''.join(others[:1])}: packing one would untie them": others,
             "its name is among those to keep": kept.search(name),
             "it is the model itself, which cannot be replaced in place": not name,
-            "its weight is stored as (inputs, outputs): its rows have no blocks of a product": transposed,
+            "its weight is stored as (inputs, outputs), which this does not take": turned_over and not transposed,
             "an adapter's own matrix, which is trained as it is": name and _in_adapter(model, name),
             f"{read}": read,
             f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
@@ -97,9 +101,11 @@ def head_and(keep: str | None) -> str:
     return HEAD if keep is None else f"(?:{HEAD})|(?:{keep})"
 
 
-def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, nn.Linear]:
+def select_linears(
+    model: nn.Module, pattern: str = "all", keep: str = HEAD, *, transposed: bool = False
+) -> dict[str, nn.Linear]:
     """The linears that `find_linears` lets be packed, by module name; ConfigurationError for none."""
-    return _selected(model, pattern, find_linears(model, pattern, keep))
+    return _selected(model, pattern, find_linears(model, pattern, keep, transposed=transposed))
 
 
 def _selected(model: nn.Module, pattern: str, found: Mapping[str, str | None]) -> dict[str, nn.Linear]:
@@ -140,11 +146,11 @@ def store_linears(
     and ``w4a8`` or ``w4a4``. Returns every linear: why it was left, or None; ConfigurationError if nothing is selected,
     or one of them has a shape or format that these do not take.
     """
-    found = find_linears(model, pattern, head_and(keep))
+    found = find_linears(model, pattern, head_and(keep), transposed=True)
     chosen = _selected(model, pattern, found)
     if checks := rounding(how.get("w4a8", False), how.get("w4a4", False)):
         for name, linear in chosen.items():
-            checks.check_shape(format, linear.out_features, linear.in_features, f"{name}.weight")
+            checks.check_shape(format, *sizes_of(linear), f"{name}.weight")
     replace_linears(model, chosen, functools.partial(StoredFP4Linear, format=format, **how))
     return found
 
@@ -166,10 +172,11 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None)
         linear = model.get_submodule(name)
     except AttributeError as error:
         raise ConfigurationError(f"the model has no module {name!r}: the packed file belongs to another") from error
-    if not isinstance(linear, nn.Linear) or shape not in (None, (linear.out_features, linear.in_features)):
+    known: Any = linear if isinstance(linear, nn.Linear) or is_transposed(linear) else None
+    if known is None or shape not in (None, sizes_of(known)):
         packed = "there is a packed weight" if shape is None else f"the packed weight has shape {shape}"
         raise ConfigurationError(f"{name} is {linear}, {packed}: the file belongs to another model")
-    return linear
+    return known
 
 
 def enable_vb_optimization(

@@ -20,6 +20,7 @@ from vblackwell.nn.convert.fused_modules import swap
 from vblackwell.nn.convert.linears import LARGE_ELEMENTS, find_linears, head_and, nothing_selected, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
+from vblackwell.nn.linear.packed_linear import is_transposed, turned
 from vblackwell.nn.linear.rounded import fp4_round_trip
 
 _ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
@@ -84,7 +85,7 @@ def _linears(
     done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
 ) -> None:
     model = done.model
-    found = find_linears(model, pattern, head_and(keep))
+    found = find_linears(model, pattern, head_and(keep), transposed=True)
     following = _following_activations(model) if epilogues else {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, reason in found.items():
@@ -92,10 +93,16 @@ def _linears(
             done.rows.append(Row("linear", name, None, reason))
             continue
         linear: Any = model.get_submodule(name)
+        transposed = is_transposed(linear)
+        if transposed and not pack:
+            done._undo.append(functools.partial(object.__setattr__, linear, "__class__", type(linear)))
+            swap(linear, {"weight": _rounded_transposed(options["format"])})  # type: ignore[dict-item]
+            done.rows.append(Row("linear", name, f"Conv1D, {options['format']}, straight through"))
+            continue
         place, activation = following.get(name, ("", None))
         kind = _ACTIVATIONS[type(activation)] if activation is not None else "none"
         trained = [parameter is not None and parameter.requires_grad for parameter in (linear.weight, linear.bias)]
-        layer = FusedFP4Linear.from_linear(linear, activation=kind, **options)
+        layer = FusedFP4Linear.from_linear(_as_linear(linear), activation=kind, **options)
         if pack:
             layer.freeze()
         replacements[linear] = layer
@@ -114,6 +121,16 @@ def _linears(
                 why = "not right after a replaced linear of an nn.Sequential, so nothing proves whose output it takes"
                 done.rows.append(Row("activation", name, None, why))
     replace_modules(model, replacements)
+
+
+@torch.no_grad()
+def _as_linear(linear: Any) -> Any:
+    """An ``nn.Linear`` that computes what a `Conv1D` does, on its bias and a copy of its weight; others as they are."""
+    if not is_transposed(linear):
+        return linear
+    made = nn.Linear(linear.weight.shape[0], linear.nf, device="meta").train(linear.training)
+    made.weight, made.bias = nn.Parameter(turned(linear.weight, True)), linear.bias
+    return made
 
 
 def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
@@ -136,7 +153,7 @@ def _give_back(model: nn.Module, linear: nn.Linear, layer: FusedFP4Linear, train
     packed, weight, bias = layer.packed, layer.weight, layer.bias
     if weight is None:
         assert packed is not None
-        weight = nn.Parameter(packed.dequantize(), requires_grad=trained)
+        weight = nn.Parameter(turned(packed.dequantize(), "nf" in vars(linear)), requires_grad=trained)
         if bias is not None:
             bias.requires_grad_(bias_trained)
     linear._parameters.update(weight=weight, bias=bias)
@@ -173,6 +190,17 @@ def _rounded(name: str, format: str) -> property:
     def read(self: nn.Module) -> Tensor:
         w_ENK: Any = self._parameters[name]
         return fp4_round_trip(w_ENK.flatten(0, 1), format, w_ENK.dtype).view(w_ENK.shape)
+
+    return property(read)
+
+
+@functools.cache
+def _rounded_transposed(format: str) -> property:
+    """The weight (K, N) of a `Conv1D`, rounded in blocks of the (N, K) that it is the transpose of."""
+
+    def read(self: nn.Module) -> Tensor:
+        w_KN: Any = self._parameters["weight"]
+        return fp4_round_trip(w_KN.t(), format, w_KN.dtype).t()
 
     return property(read)
 

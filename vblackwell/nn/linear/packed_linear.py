@@ -56,6 +56,21 @@ class PlacedWeight:
         return two_part_linear(x, self.codes, self.fine, *scales, *rest)
 
 
+def is_transposed(linear: nn.Module) -> bool:
+    """Whether it is transformers' `Conv1D` (GPT-2's): a linear whose weight is stored as (inputs, outputs)."""
+    return type(linear).__name__ == "Conv1D" and hasattr(linear, "nf") and "weight" in linear._parameters
+
+
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """Outputs and inputs (N, K) of an ``nn.Linear`` or a `Conv1D`."""
+    return (linear.nf, linear.weight.shape[0]) if is_transposed(linear) else (linear.out_features, linear.in_features)
+
+
+def turned(weight: Tensor, transposed: bool) -> Tensor:
+    """From how files have the weight of a linear to (N, K), or back."""
+    return weight.t().contiguous() if transposed else weight
+
+
 def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
     """``weight`` packed as 'two-part', or in a format; raises as `encode.quantize`."""
     if precision == "two-part":

@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear_dx
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_linear import FINE, PARTS, ROW_TOP, PackedLinear, PlacedWeight, pack, place, rounding
+from vblackwell.nn.linear.packed_linear import (
+    FINE,
+    PARTS,
+    ROW_TOP,
+    PackedLinear,
+    PlacedWeight,
+    is_transposed,
+    pack,
+    place,
+    rounding,
+    sizes_of,
+    turned,
+)
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.packed import PackedTensor
@@ -38,7 +50,7 @@ class StoredFP4Linear(PackedLinear):
         w4a8: bool = False,
         w4a4: bool = False,
     ) -> None:
-        n, k = linear.out_features, linear.in_features
+        (n, k), self.transposed = sizes_of(linear), is_transposed(linear)
         form = format_named(format) if isinstance(format, str) else format
         super().__init__(k, n, form)
         self.dtype, self.training = linear.weight.dtype, linear.training
@@ -64,9 +76,16 @@ class StoredFP4Linear(PackedLinear):
         codes, scales, tensor_scale = (views[name] for name in PARTS)
         return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE), views.get(ROW_TOP), self.w4a4)
 
-    def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
-        """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
-        return self.bytes_of_packed(pack(weight_NK, self.form.name, name), name)
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Of the weight that it stands for, as files have it: (N, K), or (K, N) for transformers' `Conv1D`."""
+        sizes = (self.out_features, self.in_features)
+        return (sizes[1], sizes[0]) if self.transposed else sizes
+
+    def bytes_of(self, weight: Tensor, name: str) -> dict[str, Tensor]:
+        """The bytes of each part that ``weight``, of `weight_shape`, becomes, packed on its device; raises as
+        `quantize`."""
+        return self.bytes_of_packed(pack(turned(weight, self.transposed), self.form.name, name), name)
 
     def bytes_of_packed(self, packed: PackedTensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part of a packed weight; Unsupported where the tiled layout, w4a8 or w4a4 cannot take
@@ -89,8 +108,8 @@ class StoredFP4Linear(PackedLinear):
         return layer
 
     def weight_of(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The fp32 matrix (N, K) that bytes stand for; the reverse of `bytes_of`, rounded to the format."""
-        return self.canonical(self.placed(parts), torch.float32).dequantize()
+        """The fp32 matrix that bytes stand for; the reverse of `bytes_of`, rounded to the format."""
+        return turned(self.canonical(self.placed(parts), torch.float32).dequantize(), self.transposed)
 
 
 def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str] | None:
