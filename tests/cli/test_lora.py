@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.cli.test_bad_input import refused
 from tests.cli.test_folders import RUN, folders, metrics, words  # noqa: F401 - a fixture
+from vblackwell.kernels.fp4.encode import quantize
 from vblackwell.train.runfolder import read_stored_config
 
 # peft asks for it
@@ -83,6 +85,30 @@ def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
     refused(place, ["train", "--out", "run", "--resume", other], f"--fp8-activations is {not fp8}, the run was started")
     assert "resumed from" in place.vb("train", "--out", "run", "--resume").stdout
     assert {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")} == whole
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+def test_adapters_around_transposed_linears(fp4, place, folders):  # noqa: F811
+    """GPT-2's Conv1D: peft opens the adapter, and what it merges is what is exported, over the base as it was packed;
+    the same losses streamed."""
+    folder, lora = folders("gpt2"), ["--lora", "4", *FAST, *(["--use-fp4"] if fp4 else [])]
+    place.vb(*words(place, folder, *RUN, *lora))
+    levels = ["--placement", "streamed", "--fast-memory", "1MiB", "--host-memory", "1MiB", "--disk-memory", "16MiB"]
+    place.vb(*words(place, folder, *RUN, *lora, *levels, "--out", "streamed"))
+    run = place.folder / "run"
+    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(place.folder / "streamed")]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    opened: Any = peft.PeftModel.from_pretrained(base, run / "adapter")
+    assert opened.peft_config["default"].fan_in_fan_out
+    merged = opened.merge_and_unload().state_dict()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(run / "final").state_dict()
+    changed = [name for name, tensor in merged.items() if not torch.equal(tensor, before[name])]
+    assert len(changed) == 4 * 3
+    for name in changed:
+        rounded = quantize(before[name].t().contiguous(), "nvfp4").dequantize().t() if fp4 else before[name]
+        delta = merged[name] - before[name]
+        torch.testing.assert_close(exported[name], rounded + delta, rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_belong_together_is_refused(place, folders):  # noqa: F811
