@@ -186,6 +186,7 @@ def test_what_is_to_be_typed_is_understood(capsys):
 
 
 def test_what_is_not_packed_says_so(monkeypatch):
+    monkeypatch.setattr(what_fits, "find_linears", lambda model, **options: {"a": "read without a call"})
     gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
     found = WhatFits({"mine": gpt2}).ways("mine", place(8 * GiB))
     assert {way for way, fit in found.items() if isinstance(fit, Lacking)} == {"run", "adapters"}
@@ -193,6 +194,12 @@ def test_what_is_not_packed_says_so(monkeypatch):
     assert isinstance(found["run-bf16"], Fit) and found["run-bf16"].at_once == 128  # positions that it knows
     largest = WhatFits({"mine": gpt2}).largest("run", place(8 * GiB))  # in bf16, where nothing else is known
     assert [fit.model for fit in largest] == ["mine"]
+
+
+def test_transposed_linears_are_packed_as_others():
+    gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    found = WhatFits({"mine": gpt2}).ways("mine", place(8 * GiB))
+    assert isinstance(found["run"], Fit) and isinstance(found["adapters"], Fit)
 
 
 def test_a_sequence_is_not_longer_than_the_model_knows(monkeypatch):

@@ -105,7 +105,7 @@ class WhatFits:
         self._model = functools.lru_cache(maxsize=1)(self._build)
         self._runs = functools.lru_cache(maxsize=len(WAYS))(self._run_of)
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
-        self._packs = functools.cache(lambda name: None in find_linears(self._model(name)).values())
+        self._packs = functools.cache(lambda name: _has_packable(self._model(name)))
         self._packed = functools.cache(self._packed_bytes)
         self._decoding = functools.cache(self._decode)
         self._positions = functools.cache(self._positions_of)
@@ -308,8 +308,12 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def _has_packable(model: nn.Module) -> bool:
+    return None in find_linears(model, transposed=True).values()
+
+
 def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:
-    if None in find_linears(model).values():  # GPT-2's are transposed
+    if _has_packable(model):
         store_linears(model, "all", None, "nvfp4", tiled=tiled)
     return model
 

@@ -161,7 +161,7 @@ def assign_precision(
 
 
 @torch.no_grad()
-def measure_sensitivity(model: nn.Module, batches: Batches, **which: str) -> Sensitivity:
+def measure_sensitivity(model: nn.Module, batches: Batches, **which: Any) -> Sensitivity:
     """What each linear at each precision does to the predictions; arguments and errors as for `assign_precision`."""
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
