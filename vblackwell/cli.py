@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -149,6 +150,11 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
         if flag.startswith("--") and flag not in ("--", *known):
             advice = f"see {parser.prog} --help{nearest(flag, known)}"
             raise ConfigurationError(f"{parser.prog} has no flag {flag}: {advice}")
+    for flag, word in pairwise(words):
+        if flag == "--resume" and not word.startswith("-"):
+            from vblackwell.train.runfolder import refuse_folder_after_resume
+
+            refuse_folder_after_resume(word)
     joined = list(words)
     for index in reversed(range(1, len(words))):  # `--flag -8GiB` as one word: a size is refused as a size, no flag
         if re.match(r"-\d", joined[index]) and re.fullmatch(r"--[^=]*", joined[index - 1]):

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import LEVELS, RECORDED
-from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
+from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder, holds_run
 
 
 def words_of(place, out, steps=6):
+    """Of a run, resumed where it has begun."""
+    resumed = ["--resume"] if holds_run(place.folder / out) else []
     return place.train_words(
         *(*LEVELS, "--max-steps", str(steps), "--out", out),
-        *("--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4", "--sample-tokens", "0", "--resume"),
+        *("--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4", "--sample-tokens", "0", *resumed),
     )
 
 

@@ -20,6 +20,7 @@ import xxhash
 from tests.cli.conftest import LEVELS, MINIATURE
 from tests.cli.forks import Child, ForkServer
 from tests.faults.shim import KINDS, Call, Rule, build_shim, read_calls
+from vblackwell.train.runfolder import holds_run
 
 # Far more than any of these commands takes, on any machine: what has not ended then hangs.
 HANGS_AFTER_SECONDS = 240
@@ -30,7 +31,7 @@ STEPS = 6
 TRAINING = [
     *(*LEVELS, "--max-steps", str(STEPS), "--out", RUN),
     *("--checkpoint-every", "2", "--keep-checkpoints", "2", "--eval-every", "2", "--eval-sequences", "4"),
-    *("--sample-tokens", "0", "--resume"),
+    *("--sample-tokens", "0"),
 ]
 COMPARED = ("step", "loss", "lr", "grad_norm", "val_loss")
 
@@ -124,9 +125,11 @@ class Place:
         return self.folder / RUN
 
     def training(self, *words: str, tensorboard: bool = False) -> list[str]:
-        """The words of the run; those given come last, and win."""
+        """The words of the run, resumed where it has begun; those given come last, and win."""
+        resumed = ["--resume"] if holds_run(self.run) else []
         base = [word for word in MINIATURE if word != "--no-tensorboard" or not tensorboard]
-        return ["train", *base, "--data", str(self.lab.corpus), "--disk-path", str(self.folder), *TRAINING, *words]
+        where = ["--data", str(self.lab.corpus), "--disk-path", str(self.folder)]
+        return ["train", *base, *where, *TRAINING, *resumed, *words]
 
     def start(
         self,

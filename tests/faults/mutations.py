@@ -151,7 +151,7 @@ def _flags(place: Place, draw: random.Random) -> list[str]:
         "profile", "vgpu_auto", "preset", "batch_size", "seq_length", "auto_batch_size",
     }  # fmt: skip
     fields = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in costly]
-    words = place.training()[:-3] + ["--out", "run", "--max-steps", "1"]
+    words = place.training() + ["--out", "run", "--max-steps", "1"]
     for name in draw.sample(fields, draw.choice((1, 1, 2, 3))):
         words += draw.choice(
             (

@@ -7,11 +7,13 @@ import fcntl
 import json
 import os
 import re
+from dataclasses import asdict
 
 import pytest
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.folders.commit import CommitFolder
+from vblackwell.train.config import TrainConfig, resolve
 from vblackwell.train.runfolder import SETTINGS, RunFolder, read_stored_config
 
 
@@ -101,3 +103,46 @@ def test_a_work_folder_whose_lock_fails_is_one_line(monkeypatch, tmp_path):
         CommitFolder(tmp_path, "step-1"),
     ):
         pass
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """./runs/tiny, started last, ./runs/small and ./runs/notes, which holds no run."""
+    monkeypatch.chdir(tmp_path)
+    for seconds, config in ((100, TrainConfig(preset="small")), (200, TrainConfig(preset="tiny", seed=7))):
+        folder = RunFolder(tmp_path / "runs" / config.preset, resume=False)
+        folder.create()
+        folder.write_settings(asdict(config))
+        folder.release()
+        os.utime(folder.path / SETTINGS, (seconds, seconds))
+    (tmp_path / "runs/notes").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"out": "runs/tinny"}, r"--out runs/tinny holds no run to go on with; did you mean 'runs/tiny'\?"),
+        ({"out": "tiny"}, r"--out tiny holds no run to go on with; did you mean 'runs/tiny'\?"),
+        ({"out": "runs/notes"}, r"holds no run to go on with; there is runs/tiny, runs/small"),
+        ({"config": "xl"}, r"no run in ./runs was started with --config xl: drop --resume"),
+        ({"model": "llama"}, r"no run in ./runs was started with --model llama: drop --resume"),
+    ],
+)
+def test_a_run_that_is_not_there_is_not_resumed(flags, said, runs):
+    """It would be begun anew, with the default preset where the settings were those of the folder."""
+    before = sorted(runs.rglob("*"))
+    with pytest.raises(ConfigurationError, match=said):
+        resolve(flags | {"resume": True})
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_resume_alone_goes_on_with_the_newest_run(runs):
+    found = resolve({"resume": True})
+    assert (found.out, found.preset, found.seed) == ("runs/tiny", "tiny", 7)
+    assert resolve({"resume": True, "config": "small"}).out == "runs/small"
+    os.utime(runs / "small" / SETTINGS, (300, 300))
+    assert resolve({"resume": True}).out == "runs/small"
+    (runs / "small" / SETTINGS).write_text("{")  # the newest is damaged: no older one goes on in its place
+    with pytest.raises(CorruptData, match="settings.json is damaged"):
+        resolve({"resume": True, "config": "tiny"})

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.offload.layout.places import OLD_PLACES, PLACES
-from vblackwell.train.runfolder import read_stored_config
+from vblackwell.train.runfolder import find_run, read_stored_config
 from vblackwell.units import parse_bytes
 
 
@@ -48,7 +48,7 @@ class TrainConfig:
     out: str | None = None
     """Run folder; default: runs/PRESET, or the next free runs/PRESET-N."""
     resume: bool = False
-    """Go on from the newest complete checkpoint of the run folder."""
+    """Go on from the newest complete checkpoint of --out, or of the newest run in ./runs."""
     max_steps: int | None = None
     """Optimizer steps in all."""
     epochs: float | None = None
@@ -353,8 +353,11 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         file_values = read_yaml(Path(named))
     flags = {name: value for name, value in flags.items() if name != "config"}
     explicit, stored = file_values | flags, dict[str, Any]()
-    if explicit.get("out") and _checked("resume", explicit.get("resume", False)):
-        found = read_stored_config(Path(str(explicit["out"]))) or {}  # nothing if the run never got that far
+    if _checked("resume", explicit.get("resume", False)):
+        given = {name: explicit[name] for name in ("preset", "model") if explicit.get(name) is not None}
+        folder = find_run(_checked("out", explicit.get("out")), given)
+        flags["out"] = str(folder)
+        found = read_stored_config(folder) or {}  # nothing if it was removed
         stored = {name: value for name, value in found.items() if name in TrainConfig.__dataclass_fields__}
     preset = str(explicit.get("preset", stored.get("preset", TrainConfig.preset)))
     if preset not in RECIPES:

@@ -9,6 +9,7 @@
 Nothing is created before the run is sure to start.
 """
 
+import difflib
 import itertools
 import json
 import os
@@ -24,7 +25,9 @@ from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
 
 FINAL, ADAPTER, CHECKPOINTS = "final", "adapter", "checkpoints"
 SETTINGS, REPORT, TRACE, LOCK = "settings.json", "report.json", "trace.json", ".lock"
+RUNS, MAX_SHOWN = Path("runs"), 4
 _HASH = "xxh3"  # of the settings, in their own file
+_KEPT = SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL  # of which a run that has begun has one
 
 
 class RunFolder:
@@ -57,7 +60,7 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        return any((self.path / name).exists() for name in (SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL))
+        return holds_run(self.path)
 
     def create(self) -> None:
         """Make the folder if need be, and lock it. Raises ConfigurationError: another process was faster; DiskError."""
@@ -140,7 +143,70 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     return stored
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in ``folder``."""
+    return any((folder / name).exists() for name in _KEPT)
+
+
+def find_run(out: str | None, of: dict[str, Any]) -> Path:
+    """The folder of the run that ``--resume`` goes on with: ``out``, or the newest in runs/ that was started with the
+    settings ``of``. Raises ConfigurationError: there is none.
+    """
+    if out is not None:
+        if not Path(out).exists() or (Path(out).is_dir() and not holds_run(Path(out))):
+            near = _runs_near(out)
+            raise ConfigurationError(f"--resume: --out {out} holds no run to go on with{near or '; drop --resume'}")
+        return Path(out)
+    found = [folder for folder in _runs_in(RUNS) if _may_be(folder, of)]
+    if not found:
+        flags = {"preset": "--config", "model": "--model"}
+        given = "".join(f" with {flags[name]} {value}" for name, value in of.items())
+        said = f"no run in ./{RUNS} was started{given}"
+        raise ConfigurationError(f"--resume: {said}: drop --resume, or name the run's folder with --out")
+    return found[0]
+
+
+def refuse_folder_after_resume(word: str) -> None:
+    """Raises ConfigurationError: ``--resume`` was given ``word``, as if it took a folder."""
+    said = "--resume takes no folder: the run's goes with --out"
+    if holds_run(Path(word)):
+        raise ConfigurationError(f"{said}: vb train --resume --out {word}")
+    raise ConfigurationError(f"{said}, and {word} holds no run{_runs_near(word)}")
+
+
+def _may_be(folder: Path, of: dict[str, Any]) -> bool:
+    """Whether the run in ``folder`` was started so, or its settings cannot be read, which is then said."""
+    try:
+        stored = read_stored_config(folder) if of else None
+    except (CorruptData, DiskError):
+        stored = None
+    return stored is None or all(stored.get(name) == value for name, value in of.items())
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Runs, the newest first: by what was written last."""
+    try:
+        runs = [path for path in folder.iterdir() if path.is_dir() and holds_run(path)]
+    except OSError:
+        return []
+    return sorted(runs, key=lambda run: max(_written(run / name) for name in _KEPT), reverse=True)
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _runs_near(name: str) -> str:
+    """The ending of a sentence about a folder that holds no run: the nearest that does, or the newest; may be empty."""
+    folders = dict.fromkeys((Path(name).parent, RUNS))
+    runs = {run.name: str(run) for folder in folders for run in _runs_in(folder)}
+    found = difflib.get_close_matches(Path(name).name, runs, n=1)
+    if found:
+        return f"; did you mean {runs[found[0]]!r}?"
+    return f"; there is {', '.join(list(runs.values())[:MAX_SHOWN])}" if runs else ""
+
+
 def default_out(name: str) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist yet."""
-    names = (Path("runs", name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    names = (RUNS / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(path for path in names if not path.exists())
