@@ -291,8 +291,9 @@ def _estimate_flags(parser: Any) -> None:
     add("model", type=str, nargs="?", help=f"{kinds} {without}")
     add("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
     add("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
-    add("--batch-size", type=int, default=8, help="Sequences in one forward.")
-    add("--seq-length", type=int, default=1024, help="Tokens in one sequence.")
+    add("--batch-size", type=int, help="Sequences in one forward; default: a preset's of vb train, else 8.")
+    longest = "default: a preset's of vb train, else 1024, or what the model learnt if that is less."
+    add("--seq-length", type=int, help=f"Tokens in one sequence; {longest}")
     optimizers = "adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor."
     add("--optimizer", type=str, default="adamw", help=optimizers)
     add("--precision", type=str, default="fp32", help="fp32, bf16 or fp16 (weights too), or autocast (to bf16).")
@@ -354,12 +355,12 @@ def _estimate(given: dict[str, Any]) -> int:
 def _bench_flags(parser: Any) -> None:
     add = parser.add_argument
     add("model", type=str, help="Preset, Hugging Face folder, hub id, or run folder of vb train.")
-    add("--batch-size", type=int, default=4, help="Sequences in a training step, and in a pass.")
-    add("--seq-length", type=int, help="Tokens in a sequence; by default 512, or the model's limit.")
+    add("--batch-size", type=int, help="Sequences in a step, and in a pass; default: a preset's of vb train, else 4.")
+    add("--seq-length", type=int, help="Tokens in a sequence; default: a preset's of vb train, else 512, or its limit.")
     add("--steps", type=int, default=7, help="Training steps a rung; the first two are not timed.")
     add("--rungs", type=str, default="all", help="all, or some of fp32,bf16,fp4,flash,checkpointing.")
     add("--phases", type=str, default="all", help="all, training or inference.")
-    add("--vocab-size", type=int, default=50257, help="Tokens that a preset knows.")
+    add("--vocab-size", type=int, default=4096, help="Tokens that a preset knows.")
     add("--learning-rate", type=float, default=3e-4, help="Of the training steps.")
     add("--seed", type=int, default=0, help="Of a preset's weights, and of the tokens.")
     add("--device", type=str, default="auto", help=DEVICE)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests.cli.test_bad_input import refused
 from tests.cli.test_folders import folders  # noqa: F401 - a fixture
+from vblackwell.nn.decoder.config import PRESETS
+from vblackwell.planner.estimate.command import defaults_of
+from vblackwell.planner.model_spec import positions_of
 from vblackwell.trace.trace import CATEGORIES
+from vblackwell.train.config import resolve
 from vblackwell.units import MiB
 
 PARTS = (*CATEGORIES, "fragmentation", "context")
@@ -47,9 +52,29 @@ def test_json_of_a_preset_adds_up(place):
     words = ["estimate", "tiny", "--gpu-memory", "8GiB", "--no-advice", "--json", *QUICK]
     found = json.loads(place.vb(*words).stdout)
     values = found["bytes"]
+    assert found["parameters"] == 2_967_936
     assert sum(values[name] for name in PARTS) == values["peak_p50"] < values["peak_p99"]
     assert values["state_bytes"] == 16 * found["parameters"]
     assert found["fits"] is True and found["plan"]["largest_batch_size"] > 2 and found["assumptions"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_model_that_is_trained_by_that_name(name):
+    config = resolve({"config": name})
+    trained = replace(PRESETS[name], vocab_size=config.vocab_size)
+    assert PRESETS[name] == trained and defaults_of(name) == (config.batch_size, config.seq_length, None)
+    assert not config.mixed_precision and config.precision == "auto"  # fp32, as an estimate's
+
+
+def test_a_length_that_is_not_given_is_what_the_model_learnt(place):
+    (place.folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 96}))
+    found = place.vb("estimate", "config.json", "--no-advice")
+    said = "config.json learnt 96 positions (max_position_embeddings): --seq-length is 96 by default"
+    assert "batch 8 x 96 tokens" in found.stdout and f"assumes {said}" in found.stdout and said in found.stderr
+    longer = place.vb("estimate", "config.json", "--no-advice", "--seq-length", "100")
+    assert "batch 8 x 100 tokens" in longer.stdout and "by default" not in longer.stdout + longer.stderr
+    nested = {"model_type": "m", "text_config": {"max_position_embeddings": 32}}
+    assert [positions_of(each) for each in (CONFIG, nested, {"n_positions": 64})] == [None, 32, 64]
 
 
 def test_a_known_card_says_how_fast(place):
@@ -76,7 +101,7 @@ def test_a_folder_and_its_config_are_the_same_model(place):
 def test_what_does_not_fit_is_shown_with_the_offload_stack(place):
     words = [
         "estimate",
-        "medium",
+        "large",
         "--gpu",
         "rtx 3070",
         "--gpu-memory",

@@ -9,9 +9,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.nn.decoder.config import PRESETS
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.tools import bench
 from vblackwell.tools.bench import LADDER, Case, bench_command, climb, zipf_tokens
+from vblackwell.train.config import resolve
 
 SMALL = {"batch_size": 2, "seq_length": 16, "steps": 4}
 
@@ -141,3 +143,12 @@ def test_the_ladder_on_a_gpu(tmp_path):
     assert rungs["fp4"]["inference"]["weight_bytes"] < rungs["bf16"]["inference"]["weight_bytes"]
     assert rungs["flash"]["attention"] in ("cudnn", "flash", "efficient", "triton")
     assert rungs["checkpointing"]["training"]["peak_bytes"] <= rungs["flash"]["training"]["peak_bytes"]
+
+
+def test_a_preset_is_the_model_that_is_trained_by_that_name(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "climb", lambda case, *_: [list(case.tokens_NBS.shape[1:])])
+    assert bench_command("tiny", json="-") == 0
+    found = json.loads(capsys.readouterr().out)
+    config = resolve({"config": "tiny"})
+    assert found["rungs"] == [[config.batch_size, config.seq_length + 1]]
+    assert found["parameters"] == PRESETS["tiny"].num_parameters and PRESETS["tiny"].vocab_size == config.vocab_size

@@ -81,6 +81,16 @@ def fields_of(text: str) -> dict[str, Any] | None:
     return read_json(find_config(text)) if ":" not in text and is_hub_id(text) else None
 
 
+def positions_of(fields: dict[str, Any]) -> int | None:
+    """The longest sequence, in tokens, that a config.json's ``fields`` say the model learnt; None where none does."""
+    text = fields.get("text_config")
+    for each in (fields, text if isinstance(text, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions"):
+            if isinstance(limit := each.get(name), int) and limit > 0:
+                return limit
+    return None
+
+
 def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
     def build(dtype: torch.dtype) -> nn.Module:
         return Decoder(config, device="meta", dtype=dtype).train()

@@ -31,7 +31,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.attention.backends import use_dispatcher
 from vblackwell.nn.convert import training
 from vblackwell.nn.convert.linears import replace_linears, select_linears
-from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
+from vblackwell.nn.decoder.config import PRESET_BATCHES, PRESETS, TOKENIZER_SIZE
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
@@ -44,7 +44,7 @@ from vblackwell.units import MiB, columns, format_bytes
 LADDER = ("fp32", "bf16", "fp4", "flash", "checkpointing")  # each with what those before it have
 _FLAGS = ("--mixed-precision", "--use-fp4", "--use-flash-attn", "--gradient-checkpointing")  # of vb train, for the same
 PHASES = ("training", "inference")
-LONGEST_DEFAULT = 512
+BATCH_SIZE, LONGEST_DEFAULT = 4, 512
 WARM_UP = 2  # steps, and tokens, that are not timed
 NEW_TOKENS = 8  # decoded one by one; their median counts
 _SPARE = 2 * NEW_TOKENS  # positions for decoding
@@ -52,12 +52,12 @@ _SPARE = 2 * NEW_TOKENS  # positions for decoding
 
 def bench_command(
     model: str,
-    batch_size: int = 4,
+    batch_size: int | None = None,
     seq_length: int | None = None,
     steps: int = 7,
     rungs: str = "all",
     phases: str = "all",
-    vocab_size: int = GPT2_VOCAB_SIZE,
+    vocab_size: int = TOKENIZER_SIZE,
     learning_rate: float = 3e-4,
     device: torch.device | str = "cpu",
     json: str | None = None,
@@ -65,15 +65,18 @@ def bench_command(
 ) -> int:
     """Measure, print the table, and write ``json`` if it is given ('-' prints the JSON instead); 0.
 
-    ``model``: a preset, a Hugging Face folder, or a run of ``vb train``; ``seq_length``: None for 512, or what the
-    model's limit leaves; ``rungs``, ``phases``: 'all', or names of ``LADDER`` and ``PHASES`` with commas. Raises
-    VBError: no such model, values out of range, a file that cannot be written; nothing was measured.
+    ``model``: a preset, a Hugging Face folder, or a run of ``vb train``; ``batch_size``, ``seq_length``: None for those
+    of ``vb train --config``, and of other models for 4 sequences of 512 tokens, or what the model's limit leaves;
+    ``rungs``, ``phases``: 'all', or names of ``LADDER`` and ``PHASES`` with commas. Raises VBError: no such model,
+    values out of range, a file that cannot be written; nothing was measured.
     """
     chosen, wanted = _names(rungs, "--rungs", LADDER), _names(phases, "--phases", PHASES)
     if steps <= WARM_UP:
         raise ConfigurationError(f"--steps {steps}: give at least {WARM_UP + 1}, the first two are not timed")
     if not 0 < learning_rate < math.inf:
         raise ConfigurationError(f"--learning-rate {learning_rate}: give a number above 0")
+    size, length = PRESET_BATCHES.get(model, (BATCH_SIZE, None))
+    batch_size, seq_length = size if batch_size is None else batch_size, length if seq_length is None else seq_length
     check_batch(batch_size, 1 if seq_length is None else seq_length)
     path = None if json is None or json == "-" else Path(json)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -124,7 +127,7 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
         if not 2 <= vocab_size < 1 << 31:
             raise ConfigurationError(f"--vocab-size {vocab_size}: give at least 2")
         preset = PRESETS[text]
-        longest = (seq_length or min(LONGEST_DEFAULT, preset.max_position)) + _SPARE
+        longest = (seq_length or 0) + _SPARE
         shape = replace(preset, vocab_size=vocab_size, max_position=max(longest, preset.max_position))
         return Decoder(shape, seed=seed, device="cpu")
     if not Path(text).is_dir() and not is_hub_id(text):

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.nn.convert.lora import Lora
+from vblackwell.nn.decoder.config import PRESET_BATCHES, TOKENIZER_SIZE
 from vblackwell.offload.layout.places import OLD_PLACES, PLACES
 from vblackwell.train.runfolder import find_run, read_stored_config
 from vblackwell.units import parse_bytes
@@ -42,7 +43,7 @@ class TrainConfig:
 
     tokenizer: str | None = None
     """tokenizer.json, or a folder that has one; default: a byte-pair tokenizer trained on the data and cached."""
-    vocab_size: int = 4096
+    vocab_size: int = TOKENIZER_SIZE
     """Tokens of the byte-pair tokenizer that is trained where none is given."""
 
     out: str | None = None
@@ -325,17 +326,18 @@ def refuse_changes(config: TrainConfig, stored: dict[str, Any], remedy: str = "d
 
 # A preset's recipe. Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns
 # the shape of Python from the standard library's sources in a few minutes on two CPU cores.
-RECIPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "batch_size": 8, "seq_length": 128, "learning_rate": 3e-3, "beta2": 0.99, "max_steps": 600,
-        "checkpoint_every": 200, "eval_every": 100,
-    },
-    "small": {"batch_size": 8, "seq_length": 512, "learning_rate": 1e-3, "epochs": 1.0},
-    "medium": {"batch_size": 8, "seq_length": 1024, "learning_rate": 6e-4, "epochs": 1.0},
-    "large": {"batch_size": 8, "seq_length": 1024, "learning_rate": 4e-4, "epochs": 1.0},
-    "xl": {"batch_size": 8, "seq_length": 2048, "learning_rate": 2e-4, "epochs": 1.0, "checkpoint_every": 500},
-    "7b": {"batch_size": 8, "seq_length": 2048, "learning_rate": 1.5e-4, "epochs": 1.0, "checkpoint_every": 500},
-}  # fmt: skip
+_RECIPES: dict[str, dict[str, Any]] = {
+    "tiny": {"learning_rate": 3e-3, "beta2": 0.99, "max_steps": 600, "checkpoint_every": 200, "eval_every": 100},
+    "small": {"learning_rate": 1e-3, "epochs": 1.0},
+    "medium": {"learning_rate": 6e-4, "epochs": 1.0},
+    "large": {"learning_rate": 4e-4, "epochs": 1.0},
+    "xl": {"learning_rate": 2e-4, "epochs": 1.0, "checkpoint_every": 500},
+    "7b": {"learning_rate": 1.5e-4, "epochs": 1.0, "checkpoint_every": 500},
+}
+RECIPES = {
+    name: {"batch_size": PRESET_BATCHES[name][0], "seq_length": PRESET_BATCHES[name][1], **recipe}
+    for name, recipe in _RECIPES.items()
+}
 EXCLUSIVE = ("max_steps", "epochs")
 
 

@@ -134,19 +134,23 @@ def not_supported_reasons(config: dict[str, Any]) -> list[str]:
     return reasons
 
 
-GPT2_VOCAB_SIZE = 50257
+TOKENIZER_SIZE = 4096  # tokens of the byte-pair tokenizer that a run trains where none is given
 
 # Widths are multiples of 64 so that every block format divides them. ``7b`` is Llama 2's shape (6.74 G with its 32,000
 # tokens). ``tiny`` is deep and narrow: its embedding, the largest single group, is under a fifth of the model, so it
-# streams through a third of its training state. A run's vocabulary is its tokenizer's.
+# streams through a third of its training state. A run with another tokenizer has that one's vocabulary.
 PRESETS: dict[str, DecoderConfig] = {
-    "tiny": DecoderConfig(GPT2_VOCAB_SIZE, 128, 384, 9, 4, max_position=256),
-    "small": DecoderConfig(GPT2_VOCAB_SIZE, 512, 1536, 12, 8, max_position=1024),
-    "medium": DecoderConfig(GPT2_VOCAB_SIZE, 768, 2048, 12, 12, max_position=1024),
-    "large": DecoderConfig(GPT2_VOCAB_SIZE, 1024, 2752, 24, 16, max_position=1024),
-    "xl": DecoderConfig(GPT2_VOCAB_SIZE, 2048, 5632, 22, 16, max_position=2048),
-    "7b": DecoderConfig(GPT2_VOCAB_SIZE, 4096, 11008, 32, 32, max_position=4096),
+    "tiny": DecoderConfig(TOKENIZER_SIZE, 128, 384, 9, 4, max_position=256),
+    "small": DecoderConfig(TOKENIZER_SIZE, 512, 1536, 12, 8, max_position=1024),
+    "medium": DecoderConfig(TOKENIZER_SIZE, 768, 2048, 12, 12, max_position=1024),
+    "large": DecoderConfig(TOKENIZER_SIZE, 1024, 2752, 24, 16, max_position=1024),
+    "xl": DecoderConfig(TOKENIZER_SIZE, 2048, 5632, 22, 16, max_position=2048),
+    "7b": DecoderConfig(TOKENIZER_SIZE, 4096, 11008, 32, 32, max_position=4096),
 }
+# Sequences and tokens of each that `vb train --config` gives a forward, and other commands mean by the same name.
+PRESET_BATCHES: dict[str, tuple[int, int]] = {
+    "tiny": (8, 128), "small": (8, 512), "medium": (8, 1024), "large": (8, 1024), "xl": (8, 2048), "7b": (8, 2048),
+}  # fmt: skip
 
 
 def find_preset(name: str) -> DecoderConfig:

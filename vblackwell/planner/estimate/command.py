@@ -10,26 +10,27 @@ from pathlib import Path
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, KnownGPU, context_bytes, find_gpu
 from vblackwell.machine.rates import rates_of
-from vblackwell.nn.decoder.config import PRESETS
+from vblackwell.nn.decoder.config import PRESET_BATCHES, PRESETS
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.result import Advice, Estimated
 from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offload, minimum_gpu_bytes
 from vblackwell.planner.memory_estimate import Run, estimate_trace, fits
-from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model
+from vblackwell.planner.model_spec import ModelSpec, check_batch, fields_of, find_model, positions_of
 from vblackwell.planner.several_gpus import check_several, sharded_step
 from vblackwell.trace.trace import Trace, Untraceable
 from vblackwell.trace.work import Work, phase_seconds
 from vblackwell.units import GiB, MiB, TiB, format_bytes, format_seconds, parse_bytes
 
 MIN_GPU, MAX_GPU = MiB, 16 * TiB
+BATCH_SIZE, SEQ_LENGTH = 8, 1024
 
 
 def estimate_command(
     model: str,
     gpu: str | None = None,
     gpu_memory: str | None = None,
-    batch_size: int = 8,
-    seq_length: int = 1024,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
     gradient_checkpointing: bool = False,
@@ -43,9 +44,14 @@ def estimate_command(
     advice: bool = True,
 ) -> int:
     """Print the estimate, and write it to ``html`` as a page; 0. A factory's model that cannot be traced is trained for
-    two steps here. ``advice``: say what would save memory or time, where it does not fit or the card is known. Objects
-    that are there when it begins to trace are never looked through for garbage again. Raises ConfigurationError for bad
-    input, or a GPU below what the model needs at any batch size."""
+    two steps here. ``batch_size``, ``seq_length``: None for those that ``vb train`` gives a preset, and of other models
+    for 8 sequences of 1024 tokens, or what the model learnt if that is less. ``advice``: say what would save memory or
+    time, where it does not fit or the card is known. Objects that are there when it begins to trace are never looked
+    through for garbage again. Raises ConfigurationError for bad input, or a GPU below what the model needs at any batch
+    size."""
+    size, length, learnt = defaults_of(model)
+    batch_size = size if batch_size is None else batch_size
+    seq_length = length if seq_length is None else seq_length
     check_batch(batch_size, seq_length)
     card = find_gpu(gpu) if gpu else None
     gpu_bytes = card.total_bytes if card else None
@@ -66,6 +72,9 @@ def estimate_command(
     below = host, parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     decoders = {name: replace(preset, max_position=seq_length) for name, preset in PRESETS.items()}
     spec = find_model(model, decoders, seq_length)
+    if learnt is not None and seq_length == learnt:
+        said = f"{model} learnt {learnt} positions (max_position_embeddings): --seq-length is {learnt} by default"
+        spec = replace(spec, note=said)
     if spec.note is not None:
         print(spec.note, file=sys.stderr, flush=True)
     capability, num_sms = (card.capability, card.num_sms) if card else ((8, 0), NUM_SMS)
@@ -93,6 +102,15 @@ def estimate_command(
             raise ConfigurationError(f"--html {page}: {error.strerror}; give a file that can be written") from error
     print(json.dumps(found.report(), indent=2) if as_json else found.table())
     return 0
+
+
+def defaults_of(model: str) -> tuple[int, int, int | None]:
+    """Sequences and tokens of each that are meant where nothing is said about them, and the positions that the model
+    learnt, if they bound that length."""
+    if model in PRESETS:
+        return *PRESET_BATCHES[model], None
+    limit = positions_of(fields_of(model) or {})
+    return (BATCH_SIZE, SEQ_LENGTH, None) if limit is None or limit >= SEQ_LENGTH else (BATCH_SIZE, limit, limit)
 
 
 def some_bytes(text: str, flag: str) -> int:
