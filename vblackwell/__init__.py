@@ -32,6 +32,7 @@ _NAMES = {
         "VGPUStackLinear", "enable_vgpu_stack_optimization", "model_plan", "offload_of", "release",
     ),
     "vblackwell.offload.optimizer": ("VGPUAdamW", "clip_grad_norm_", "select_top_k_gradients"),
+    "vblackwell.offload.prepare": ("prepare",),
     "vblackwell.offload.state": ("export_state", "import_state"),
     "vblackwell.planner.memory_estimate": ("MemoryEstimate", "ModelConfig", "VGPUResourceEstimator", "quick_estimate"),
     "vblackwell.planner.several_gpus": ("communication_cost",),
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from vblackwell.numerics.packed import PackedTensor
     from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, model_plan, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
+    from vblackwell.offload.prepare import prepare
     from vblackwell.offload.state import export_state, import_state
     from vblackwell.planner.memory_estimate import MemoryEstimate, ModelConfig, VGPUResourceEstimator, quick_estimate
     from vblackwell.planner.several_gpus import communication_cost

@@ -1,13 +1,20 @@
-"""`model_plan`: what a user reads of a model's place in its stack."""
+"""`model_plan`: what a user reads of a model's place in its stack; `prepare`: all three in one call."""
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import weakref
+
+import psutil
 import pytest
 import torch
 
+import vblackwell as vb
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 
 _, DECODER, GPT2, *_ = CASES
@@ -36,3 +43,126 @@ def test_a_resident_model_says_whose_operators_it_has(make_stack: MakeStack):
     first, held, operators = model_plan(model).splitlines()
     assert first.startswith("resident: ") and held.endswith(" on arena")
     assert operators == "operators of accelerate_causal_lm, until release"
+
+
+def trained(model, optimizer, case, steps=4, micro_batches=1):
+    """Train in place, and release: weights by name, bit for bit, and the norms of all steps."""
+    norms = []
+    for step in range(steps):
+        for part in range(micro_batches):
+            (case.loss(model, step * micro_batches + part) / micro_batches).backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    vb.release(model)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("level0", [LEVEL0, 64 << 20], ids=["streamed", "resident"])
+@pytest.mark.parametrize(("dtype", "micro_batches"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)])
+def test_one_call_trains_as_the_three_do(dtype, micro_batches, level0, make_stack: MakeStack, monkeypatch):
+    """Bit for bit, twice in one process: the second begins where the first has given everything back."""
+    stacks = [make_stack(level0) for _ in range(3)]
+    settings = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3, "max_grad_norm": 0.5}
+    settings["accumulation_steps"] = micro_batches
+    model = build(DECODER).to(dtype)
+    enable_vgpu_stack_optimization(model, stacks[0])
+    optimizer = vb.VGPUAdamW(model.parameters(), update_in_backward=True, **settings)
+    wanted, norms = trained(model, optimizer, DECODER, micro_batches=micro_batches)
+    assert max(norms) > 0.5, "nothing was clipped"
+    monkeypatch.setattr("vblackwell.offload.prepare.create_vgpu_stack", lambda: stacks.pop(1))
+    for _ in range(2):
+        given = build(DECODER).to(dtype)
+        model, optimizer = vb.prepare(given, **settings)
+        assert model is given and optimizer.update_in_backward and optimizer.undo
+        found, again = trained(model, optimizer, DECODER, micro_batches=micro_batches)
+        assert again == norms and list(found) == list(wanted)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert len(stacks) == 1
+
+
+def test_what_was_prepared_is_given_back():
+    """Memory, file, threads and stack, of runs on a stack of this machine; the optimizer goes on without it."""
+
+    def run():
+        model, optimizer = vb.prepare(build(DECODER), max_grad_norm=1.0)
+        stack = weakref.ref(vb.offload_of(model).stack)
+        for _ in range(2):
+            DECODER.loss(model, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert vb.release(model) is model and vb.offload_of(model) is None
+        DECODER.loss(model, 0).backward()  # a plain module, and its optimizer has the moments
+        optimizer.step()
+        return stack
+
+    def held():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), psutil.Process().memory_info().rss
+
+    run()
+    files, threads, resident = held()
+    stacks = [run() for _ in range(4)]
+    after = held()
+    assert after[:2] == (files, threads) and after[2] < resident + (16 << 20), (files, threads, resident, after)
+    assert not any(stack() for stack in stacks)
+
+
+def test_a_stack_that_was_given_stays_open(make_stack: MakeStack):
+    stack = make_stack(64 << 20)
+    (one, _), (other, _) = (vb.prepare(build(DECODER), stack=stack) for _ in range(2))
+    assert [vb.offload_of(model).name for model in (one, other)] == ["model", "model-2"]
+    with pytest.raises(KeyClash, match="'model-2'"):
+        vb.prepare(build(DECODER), stack=stack, name="model-2")
+    vb.release(one)
+    _, optimizer = vb.prepare(one, stack=stack)
+    assert vb.offload_of(one).name == "model" and optimizer.max_grad_norm is None
+    for model in (one, other):
+        vb.release(model)
+    stack.register("still", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        ({"lr": -1.0}, ConfigurationError, "lr -1.0 is not a learning rate"),
+        ({"betas": (0.9, 2.0)}, ConfigurationError, "Invalid beta parameter at index 1"),
+        ({"max_grad_norm": 0.0}, ConfigurationError, "max_grad_norm 0.0 must be > 0"),
+        ({"accumulation_steps": 0}, ConfigurationError, "accumulation_steps 0"),
+        ({"host_bytes": 4096}, InsufficientMemory, "MiB|KiB"),
+    ],
+)
+def test_a_refusal_leaves_the_model_as_it_was(settings, kind, said, make_stack: MakeStack):
+    model = build(DECODER).to(torch.bfloat16)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    stack = make_stack(LEVEL0, host_bytes=settings.pop("host_bytes", 1 << 20), disk_bytes=4096)
+    with pytest.raises(kind, match=said):
+        vb.prepare(model, stack=stack, **settings)
+    assert vb.offload_of(model) is None and not any(level.used_bytes for level in stack.levels)
+    after = dict(model.named_parameters())
+    assert all(after[name].dtype == kept.dtype and torch.equal(after[name], kept) for name, kept in before.items())
+
+
+def test_no_room_for_the_states_leaves_the_model_as_it_was(make_stack: MakeStack, monkeypatch):
+    model = build(DECODER).to(torch.bfloat16)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def adopt(self, groups):
+        raise InsufficientMemory("no room")
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(vb.VGPUAdamW, "_adopt", adopt)
+        lacking.setattr("vblackwell.offload.prepare._check", lambda settings: None)
+        with pytest.raises(InsufficientMemory, match="no room"):
+            vb.prepare(model, stack=make_stack(LEVEL0))
+    after = dict(model.named_parameters())
+    assert all(after[name].dtype == kept.dtype and torch.equal(after[name], kept) for name, kept in before.items())
+
+
+def test_a_frozen_model_and_one_of_fp16():
+    """Which is trained with a scaled loss: its gradients are no gradients before the step."""
+    with pytest.raises(ConfigurationError, match="Decoder has nothing to train"):
+        vb.prepare(build(DECODER).requires_grad_(False))
+    model, optimizer = vb.prepare(build(DECODER).half())
+    assert not optimizer.update_in_backward
+    vb.release(model)

@@ -40,6 +40,7 @@ PLACEMENTS = ("auto", "resident", "streamed")
 _accelerated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `enable_vgpu_stack_optimization`
 # Of each stack the models by name, which are there while their finalizers are alive.
 _names: weakref.WeakKeyDictionary[VGPUStack, dict[str, "weakref.finalize[Any, Any]"]] = weakref.WeakKeyDictionary()
+_closed_at_release: weakref.WeakKeyDictionary[nn.Module, VGPUStack] = weakref.WeakKeyDictionary()
 
 
 def enable_vgpu_stack_optimization(
@@ -135,7 +136,7 @@ def enable_vgpu_stack_optimization(
             refuse_untrainable(param_name, compute_dtype_of(param, compute_dtype))
     refuse_shared_memory(model)
     names = _names.setdefault(stack, {})
-    if name in names and names[name].alive:
+    if holds_model(stack, name):
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
     with ExitStack() as undone:
         if accelerate is None:
@@ -183,7 +184,8 @@ def enable_vgpu_stack_optimization(
 
 
 def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
+    """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights. A stack
+    that `prepare` made for it is closed.
 
     Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on;
     operators are those that the model came with. A forward that Ctrl-C ended is forgotten. A model that was never
@@ -199,7 +201,20 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
         engine.close()
         engine.stack.measure_host_memory()
     _restore(model)
+    if (stack := _closed_at_release.pop(model, None)) is not None:
+        stack.close()
     return model
+
+
+def holds_model(stack: VGPUStack, name: str) -> bool:
+    """Whether ``stack`` has a model of this ``name``."""
+    finalizer = _names.get(stack, {}).get(name)
+    return finalizer is not None and finalizer.alive
+
+
+def close_at_release(model: nn.Module, stack: VGPUStack) -> None:
+    """Let `release` close ``stack``, which was made for ``model`` alone."""
+    _closed_at_release[model] = stack
 
 
 def model_plan(model: nn.Module) -> str:
