@@ -173,7 +173,7 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _add_switch(parser: Any, flag: str, text: str, default: Any = False) -> None:
+def _add_switch(parser: Any, flag: str, text: str, default: bool | None = False) -> None:
     from jsonargparse import ActionYesNo
 
     parser.add_argument(flag, action=ActionYesNo(yes_prefix="", no_prefix="no-"), default=default, help=text)
@@ -210,8 +210,8 @@ def _train_flags(parser: Any, hidden: bool = False) -> None:
         flag, text = flag_of(field.name), texts[field.name]
         if field.name == "preset":
             parser.add_argument(flag, type=str, help=presets)
-        elif isinstance(field.default, bool) or field.name == "packing":
-            _add_switch(parser, flag, text, field.default)
+        elif isinstance(field.default, bool) or field.type == (bool | None):
+            _add_switch(parser, flag, text, getattr(TrainConfig, field.name))
         else:
             parser.add_argument(flag, type=str, default=field.default, metavar="VALUE", help=text)
 

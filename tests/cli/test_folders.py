@@ -102,6 +102,29 @@ def test_layers_are_computed_again_on_request(place, folders):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_what_is_not_said_is_chosen_told_and_kept(place, folders):
+    """A folder of bf16 weights on the CPU; resumed, it ends with the bits of a run that was not interrupted."""
+    run = ["--device", "cpu", "--no-tensorboard", "--sample-tokens", "0", "--eval-sequences", "4", "--max-steps", "2"]
+    run += ["--checkpoint-every", "1"]
+    output = place.vb(*words(place, folders("qwen3"), *run, "--out", "run")).stdout
+    assert "chosen: bf16, as the folder; 64 tokens a sequence: the model's positions\n" in output
+    assert "2 steps of 512 tokens" in output and "bfloat16 on cpu" in output
+    settings = json.loads((place.folder / "run/settings.json").read_text())
+    wanted = {"precision": "bf16", "seq_length": 64, "batch_size": 8, "vgpu_auto": False, "auto_batch_size": False}
+    assert {name: settings[name] for name in wanted} == wanted
+    whole = {path.name: path.read_bytes() for path in (place.folder / "run/final").glob("*.safetensors")}
+    shutil.rmtree(place.folder / "run/final")
+    shutil.rmtree(place.folder / "run/checkpoints/step-00000002")
+    again = place.vb("train", "--resume", "--out", "run").stdout
+    assert "after step 1" in again and "chosen:" not in again
+    assert {path.name: path.read_bytes() for path in (place.folder / "run/final").glob("*.safetensors")} == whole
+
+    nothing = [*run, "--no-vgpu-auto", "--out", "nothing"]
+    refused(place, words(place, folders("qwen3"), *nothing), "--seq-length 256 is beyond the 64 positions")
+    output = place.vb(*words(place, folders("qwen3"), *nothing, "--seq-length", "32")).stdout
+    assert "chosen:" not in output and "float32 on cpu" in output and "2 steps of 256 tokens" in output
+
+
 def test_what_is_wrong_with_a_folder_is_named(place, folders):
     folder = place.folder / "model"
     shutil.copytree(folders("qwen3"), folder)

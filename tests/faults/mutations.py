@@ -148,7 +148,7 @@ def _flags(place: Place, draw: random.Random) -> list[str]:
 
     costly = {
         "max_steps", "epochs", "eval_sequences", "sample_tokens", "vocab_size", "accumulation_steps", "out", "data",
-        "profile", "vgpu_auto", "preset", "batch_size", "seq_length", "auto_batch_size",
+        "profile", "vgpu_auto", "preset", "batch_size", "seq_length", "auto_batch_size", "auto_seq_length",
     }  # fmt: skip
     fields = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in costly]
     words = place.training() + ["--out", "run", "--max-steps", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +18,11 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.state import export_state
 from vblackwell.train import prepare as prepare_module
+from vblackwell.train.auto import make_training_plan
 from vblackwell.train.config import TrainConfig
+from vblackwell.train.defaults import Facts
 from vblackwell.train.model import trainable
-from vblackwell.train.prepare import build_stack, decide_steps, prepare
+from vblackwell.train.prepare import build_stack, decide, decide_steps, prepare
 from vblackwell.train.progress import Progress, StopRequest
 from vblackwell.units import GiB, MiB
 
@@ -125,3 +128,37 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
         expected = dict(drawn.named_parameters())
         assert list(found) == list(expected)
         assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())
+
+
+@pytest.mark.parametrize("fits", [512, 256])
+def test_on_a_gpu_a_folder_is_planned_with_the_length_and_batch_that_fit(fits, monkeypatch):
+    """With the facts of one. Its plan is this machine's, and says no to what is longer than ``fits``."""
+    made = trainable(Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=512), seed=0, device="cpu"))
+    corpus = Corpus(np.arange(600_000, dtype=np.uint16) % 64, None, 64, None, "", "toy")
+    asked: list[tuple[int, int]] = []
+
+    def plan_of(config, model, dtype, device, say, most):
+        asked.append((config.seq_length, most))
+        if config.seq_length > fits:
+            raise InsufficientMemory("too long")
+        assert config.auto_batch_size and config.vgpu_auto and dtype is torch.bfloat16
+        plan = make_training_plan(replace(config, auto_batch_size=False, batch_size=2), model, dtype, device, say)
+        return replace(plan, choice=replace(plan.choice, checkpointing=True))
+
+    facts = Facts(True, True, torch.bfloat16, 512)
+    monkeypatch.setattr(prepare_module, "find_model", lambda config, cleanup: replace(made, folder=None))
+    monkeypatch.setattr(prepare_module, "facts_of", lambda *_: facts)
+    monkeypatch.setattr(prepare_module, "prepare_data", lambda *_: corpus)
+    monkeypatch.setattr(prepare_module, "make_training_plan", plan_of)
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "say", lambda self, text: said.append(text))
+    with ExitStack() as cleanup:
+        decided = decide(TrainConfig(model="folder", max_steps=3), CPU, Progress(), StopRequest(), cleanup)
+    config, rows = decided.config, 588_000 // fits
+    assert (config.seq_length, decided.train.seq_length, config.batch_size) == (fits, fits, 2)
+    assert config.gradient_checkpointing and config.precision == "bf16" and len(decided.train) == rows
+    assert [length for length, _ in asked] == [512, 256][: len(asked)] and asked[-1][1] == rows // 100
+    (line,) = [text for text in said if text.startswith("chosen: ")]
+    for reason in ("planned, on a GPU", "bf16, as the folder", "512 tokens a sequence: the model's positions"):
+        assert reason in line
+    assert ("cut to 256, which fit" in line) == (fits == 256) and "resident, 2 sequences, checkpointing" in line

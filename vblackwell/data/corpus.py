@@ -257,6 +257,8 @@ class PackedDataset:
 class Dataset(Protocol):
     """What a run trains on: windows at positions that are counted through all epochs."""
 
+    seq_length: int
+
     def __len__(self) -> int: ...
 
     def batch(self, positions: np.ndarray) -> Batch:

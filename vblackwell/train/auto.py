@@ -44,8 +44,10 @@ def make_training_plan(
     compute_dtype: torch.dtype | None,
     device: torch.device,
     say: Callable[[str], None],
+    max_sequences: int = MAX_SEQUENCES,
 ) -> Plan:
-    """The fastest way to run ``config`` here, of a ``model`` as it will be put into a stack, on the CPU or on meta.
+    """The fastest way to run ``config`` here, of a ``model`` as it will be put into a stack, on the CPU or on meta;
+    ``max_sequences``: the most in a forward that ``--batch-size auto`` may mean.
     Raises InsufficientMemory: none fits; Untraceable: the model cannot be traced without its bytes.
     """
     rates = _rates_of(device, say)
@@ -53,10 +55,11 @@ def make_training_plan(
     if bounds.disk:
         disk = functools.cache(lambda: _disk_rates(config.disk_path or limits.default_disk_path(), rates, say))
     if device.type != "cuda":
-        return plan_on(Machine(bounds, rates, has_gpu=False, disk=disk), config, model, compute_dtype)
+        machine = Machine(bounds, rates, has_gpu=False, disk=disk)
+        return plan_on(machine, config, model, compute_dtype, max_sequences=max_sequences)
     machine = Machine(bounds, rates, disk=disk, capability=torch.cuda.get_device_capability(device))
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_on(machine, config, model, compute_dtype, num_sms)
+    return plan_on(machine, config, model, compute_dtype, num_sms, max_sequences)
 
 
 def plan_on(
@@ -65,6 +68,7 @@ def plan_on(
     model: nn.Module,
     compute_dtype: torch.dtype | None,
     num_sms: int = NUM_SMS,
+    max_sequences: int = MAX_SEQUENCES,
 ) -> Plan:
     """`make_training_plan` for any ``machine``, whose bounds are the run's."""
     undo = compute_dtype is not torch.float16  # a scaled loss means a factor at the step: nothing is updated before it
@@ -74,7 +78,7 @@ def plan_on(
     run = Run(spec, config.seq_length, precision=precision, **seen)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
-        return forecast.plan(_space(config, model, forecast, machine.has_gpu))
+        return forecast.plan(_space(config, model, forecast, machine.has_gpu, max_sequences))
 
 
 def planned_sizes(plan: Plan) -> dict[str, Any]:
@@ -166,10 +170,13 @@ def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[fl
     return float(measured["read"]) * 1e9, float(measured["write"]) * 1e9
 
 
-def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool) -> Space:
+def _space(
+    config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool, max_sequences: int = MAX_SEQUENCES
+) -> Space:
     able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
     free = able and has_gpu and not config.resume  # a resumed run computes as it began
-    checkpointing = (False, True) if free and not config.gradient_checkpointing else (config.gradient_checkpointing,)
+    said, kept_bits = config.gradient_checkpointing, config.deterministic  # rates that decide it are of the moment
+    checkpointing = (False, True) if free and said is None and not kept_bits else (bool(said),)
     activations = ("level0", "host") if has_gpu else ("level0",)
     space = Space(
         batches=((config.batch_size, config.accumulation_steps),),
@@ -179,10 +186,14 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
         activations=activations if config.activations == "auto" else (config.activations,),
         states=(config.optimizer_states,),
     )
-    return replace(space, batches=batches_of(config, space, forecast)) if config.auto_batch_size else space
+    if not config.auto_batch_size:
+        return space
+    return replace(space, batches=batches_of(config, space, forecast, max_sequences))
 
 
-def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[tuple[int, int], ...]:
+def batches_of(
+    config: TrainConfig, space: Space, forecast: Forecast, max_sequences: int = MAX_SEQUENCES
+) -> tuple[tuple[int, int], ...]:
     """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean; InsufficientMemory for none.
     With accumulation: every way to divide a step's sequences. Without: for each placement and checkpointing the largest
     forward that fits, its half and quarter, because what activations leave is what streaming has."""
@@ -192,6 +203,7 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     sizes, refusals = set[int](), list[Lacking]()
     for choice in forecast.choices(space):
         largest, refused = largest_forward(choice, forecast)
+        largest = min(largest, max_sequences)
         sizes |= {largest, largest // 2, largest // 4} - {0}
         refusals += [refused] if refused is not None else []
     if not sizes:

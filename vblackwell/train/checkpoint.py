@@ -247,7 +247,7 @@ def _arithmetic(prepared: Prepared) -> dict[str, Any]:
         "CPU threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "attention": prepared.attention,
-        "--gradient-checkpointing": config.gradient_checkpointing,
+        "--gradient-checkpointing": bool(config.gradient_checkpointing),
         "--deterministic": config.deterministic,
     }
 

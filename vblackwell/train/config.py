@@ -57,14 +57,17 @@ class TrainConfig:
 
     batch_size: int = 8
     """Sequences in one forward; 'auto': the most that fit, see --auto-batch-size."""
-    auto_batch_size: bool = False
+    auto_batch_size: bool | None = None
     """Plan the sequences in one forward (--batch-size auto), as --vgpu-auto plans the rest: the fastest of the most
     that fit and its parts; with --accumulation-steps at the same sequences a step, the preset's --batch-size times the
-    steps."""
+    steps. Default: with --model on a GPU, for at least 100 steps an epoch, unless --batch-size or --deterministic."""
     accumulation_steps: int = 1
     """Forwards whose gradients make one optimizer step."""
     seq_length: int = 256
-    """Tokens in one sequence."""
+    """Tokens in one sequence; 'auto': see --auto-seq-length."""
+    auto_seq_length: bool | None = None
+    """With --model, the tokens that it learnt in a sequence (max_position_embeddings), at most those of the longest
+    document, those that fit, and 256 without a GPU (--seq-length auto). Default: unless --seq-length."""
 
     learning_rate: float = 3e-4
     """Peak learning rate, after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4."""
@@ -93,10 +96,10 @@ class TrainConfig:
     mixed_precision: bool = False
     """Compute in bf16 with fp32 masters; in fp16 with a loss scaler where the device lacks bf16."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Force a compute type instead of letting --mixed-precision pick one."""
+    """Compute type; auto: of --model its own (bf16 on a GPU that has it), of presets fp32, or as --mixed-precision."""
 
-    gradient_checkpointing: bool = False
-    """Recompute each block in backward instead of keeping its activations."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each block in backward instead of keeping its activations; default: where the plan chooses it."""
     use_flash_attn: bool = False
     """Run the fastest fused attention that is known here, refuse to run without one, and say which it is."""
 
@@ -119,10 +122,11 @@ class TrainConfig:
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4 (mxfp4 with
     --fp8-activations)."""
 
-    vgpu_auto: bool = False
+    vgpu_auto: bool | None = None
     """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW
     runs. What is said with other flags bounds the plan. Where bytes live changes no bit; recomputing on a GPU uses
-    other kernels, and may round otherwise."""
+    other kernels, and may round otherwise. Default: on a GPU. --no-vgpu-auto chooses nothing: fp32, 8 sequences of 256
+    tokens, nothing recomputed."""
     plan: bool = False
     """Print what --vgpu-auto would choose, with its bytes and speed, and stop; nothing is written."""
     deterministic: bool = False
@@ -370,8 +374,11 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         recipe = {"learning_rate": 2e-4 if explicit.get("lora") is not None else 2e-5}
     values: dict[str, Any] = {}
     for layer in (recipe, stored, file_values, flags):
-        if layer.get("batch_size") == "auto":  # the switch that it stands for
-            layer = {name: value for name, value in layer.items() if name != "batch_size"} | {"auto_batch_size": True}
+        for size in ("batch_size", "seq_length"):
+            if layer.get(size) == "auto":  # the switch that it stands for
+                layer = {name: value for name, value in layer.items() if name != size} | {f"auto_{size}": True}
+            elif layer.get(size) is not None:
+                layer = {f"auto_{size}": False} | layer
         if any(layer.get(name) is not None for name in EXCLUSIVE):
             values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
         values |= layer

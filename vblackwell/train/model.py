@@ -86,7 +86,6 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
     found = trainable(model_on_meta(folder, torch.float32))
-    check_length(config, found, folder / "config.json")
     weights = cleanup.enter_context(FolderWeights(found.model, folder))
     weights.load_buffers()
     path = folder if config.tokenizer is None else Path(config.tokenizer)

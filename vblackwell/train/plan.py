@@ -14,7 +14,7 @@ import torch
 
 from vblackwell.data.tokenizer import vocab_size_of
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.folders.folder import find_folder, read_json, read_tokenizer
+from vblackwell.folders.folder import find_folder, read_json, read_tokenizer, stored_dtype
 from vblackwell.generate.load import model_on_meta
 from vblackwell.kernels.fp4.w4a8 import FP8_CAPABILITY
 from vblackwell.machine.device import BF16_CAPABILITY, choose_device, choose_precision, has_bf16
@@ -28,6 +28,7 @@ from vblackwell.planner.placement import Plan
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields
 from vblackwell.train.auto import bounds_of, make_training_plan, plan_on
 from vblackwell.train.config import TrainConfig, flag_of, resolve
+from vblackwell.train.defaults import Facts, choose
 from vblackwell.train.model import TrainableModel, check_length, check_rows, convert_linears, preset_model, trainable
 
 OTHERS = ("optimizer", "gpu_memory", "gpus", "topology", "html", "expandable_segments", "advice")  # of vb estimate
@@ -60,11 +61,13 @@ def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> t
     card = None if gpu is None else find_gpu(gpu)
     device = choose_device(config.device, say) if card is None else torch.device("cuda")
     has = has_bf16(device) if card is None else card.capability >= BF16_CAPABILITY
-    dtype = choose_precision(config.precision, config.mixed_precision, bf16=has)
     if card is not None and config.fp8_activations and card.capability < FP8_CAPABILITY:
         raise Unsupported(f"--fp8-activations: {card.name} has no FP8 tensor cores: leave it out")
     check_rows(config)
-    found = _model_of(config)
+    found, weights = _model_of(config)
+    chosen, _ = choose(config, Facts(device.type == "cuda", has, weights))
+    config = replace(config, precision=chosen.precision)  # the length and batch of a run go by its data
+    dtype = choose_precision(config.precision, config.mixed_precision, bf16=has)
     if config.model is not None:
         check_length(config, found, config.model)
     count = sum(parameter.numel() for parameter in found.model.parameters())
@@ -78,18 +81,20 @@ def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> t
     return card.name, count, plan_on(machine, config, model, dtype, card.num_sms)
 
 
-def _model_of(config: TrainConfig) -> TrainableModel:
-    """The run's model on meta, without what fills it."""
+def _model_of(config: TrainConfig) -> tuple[TrainableModel, torch.dtype | None]:
+    """The run's model on meta, without what fills it, and the type of its folder's weights; None for a preset."""
     if config.model is None:
         given = None if config.tokenizer is None else read_tokenizer(Path(config.tokenizer))
         vocab_size = config.vocab_size if given is None else vocab_size_of(given)
-        return replace(preset_model(config, vocab_size), initialize=None)
+        return replace(preset_model(config, vocab_size), initialize=None), None
     fields = KNOWN_MODELS.get(config.model)
     if fields is None and Path(config.model).suffix == ".json":
         fields = read_json(Path(config.model))
     if fields is None:
-        return trainable(model_on_meta(find_folder(config.model), torch.float32))
+        folder = find_folder(config.model)
+        return trainable(model_on_meta(folder, torch.float32)), stored_dtype(folder)
     check_fields(fields, config.model, (("vocab_size",),))
+    weights = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), torch.float32)
     if not_supported_reasons(fields):
-        return trainable(build_causal_lm(dict(fields), config.model, torch.float32).train())
-    return trainable(Decoder(DecoderConfig.from_hf(fields), device="meta", dtype=torch.float32))
+        return trainable(build_causal_lm(dict(fields), config.model, torch.float32).train()), weights
+    return trainable(Decoder(DecoderConfig.from_hf(fields), device="meta", dtype=torch.float32)), weights

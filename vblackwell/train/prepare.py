@@ -18,22 +18,35 @@ from vblackwell.data.corpus import Corpus, Dataset, PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
+from vblackwell.folders.folder import stored_dtype
 from vblackwell.kernels.fp4.w4a8 import check_device
 from vblackwell.machine.device import cap_process, choose_precision, has_bf16
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.nn.convert.training import checkpoint_layers, training_loss
+from vblackwell.nn.decoder.config import find_preset
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.groups import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
 from vblackwell.trace.trace import Untraceable
-from vblackwell.train.auto import apply_plan, make_training_plan, planned_sizes
+from vblackwell.train.auto import MAX_SEQUENCES, apply_plan, make_training_plan, planned_sizes
 from vblackwell.train.config import TrainConfig
+from vblackwell.train.defaults import (
+    UNKNOWN_LENGTH,
+    Facts,
+    bound_length,
+    choose,
+    longest_document,
+    longest_that_fits,
+    most_sequences,
+    shorter_lengths,
+)
 from vblackwell.train.model import (
     TrainableModel,
+    check_length,
     check_rows,
     choose_attention,
     convert_linears,
@@ -95,28 +108,70 @@ def decide(
     """Data, model and, where the flags ask for one, the plan, which is told. Raises as `prepare`."""
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
-    compute_dtype = choose_precision(config.precision, config.mixed_precision, bf16=has_bf16(device))
+    chosen_batch = config.auto_batch_size is None
+    config, found, facts, reasons = begin(config, device, cleanup)  # before the data, which may take long to read
+    compute_dtype = choose_precision(config.precision, config.mixed_precision, bf16=facts.bf16)
     if config.fp8_activations:
         check_device(device, "--fp8-activations", compute_dtype or torch.float32)
         check_rows(config)
-    found = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
-        corpus, train, validation = open_data(config, found, progress)
+        corpus, train, validation = open_data(config, found, progress, facts, reasons)
+    if config.auto_seq_length:
+        config = replace(config, seq_length=train.seq_length)
     torch.manual_seed(config.seed)
     found = found or preset_model(config, corpus.vocab_size, corpus.end_of_text_id)
     found = convert_linears(config, found, device, progress.say)
     plan = None
     if config.vgpu_auto or config.auto_batch_size:
+        bounded, before = chosen_batch and config.auto_batch_size, config.seq_length
+        shorter = config.auto_seq_length and not config.deterministic
+        lengths = shorter_lengths(config.seq_length) if shorter else (config.seq_length,)
         try:
-            plan = make_training_plan(config, found.model, compute_dtype, device, progress.say)
+
+            def plan_of(length: int) -> tuple[TrainConfig, Plan]:
+                tried = replace(config, seq_length=length)
+                most = most_sequences(len(train) * before // length) if bounded else MAX_SEQUENCES
+                return tried, make_training_plan(tried, found.model, compute_dtype, device, progress.say, most)
+
+            config, plan = longest_that_fits(lengths, plan_of)
             progress.say("\n".join(plan.lines()))
+            config = apply_plan(config, plan)
+            if config.seq_length < before:
+                reasons.append(f"cut to {config.seq_length:,}, which fit")
+                packs = isinstance(train, ChatDataset) and train.packing
+                train, validation = make_datasets(config, corpus, packs)
+            if reasons:
+                reasons.append(f"{plan.choice}, the fastest of the plans that fit")
         except Untraceable as error:
-            if config.auto_batch_size or config.plan:
+            if config.plan or (config.auto_batch_size and not chosen_batch):
                 raise
+            config = replace(config, auto_batch_size=False)
             said = "No plan: sizes that are not given are probed, and the rest is as the flags say"
             progress.say(f"--vgpu-auto: {error}. {said}")
-    config = decide_steps(config if plan is None else apply_plan(config, plan), len(train))
+    if reasons:
+        progress.say(f"chosen: {'; '.join(reasons)}")
+    config = decide_steps(config, len(train))
     return Decided(config, found, compute_dtype, plan, corpus, train, validation)
+
+
+def begin(
+    config: TrainConfig, device: torch.device, cleanup: ExitStack
+) -> tuple[TrainConfig, TrainableModel | None, Facts, list[str]]:
+    """Settings with what is chosen before the data is seen, the model of ``--model``, what the choice went by, and the
+    reasons for it."""
+    found = find_model(config, cleanup)
+    facts = facts_of(config, device, found)
+    config, reasons = choose(config, facts)
+    if found is not None and found.folder is not None and not config.auto_seq_length:
+        check_length(config, found, found.folder / "config.json")
+    return config, found, facts, reasons
+
+
+def facts_of(config: TrainConfig, device: torch.device, found: TrainableModel | None) -> Facts:
+    gpu, bf16 = device.type == "cuda", has_bf16(device)
+    if found is None or found.folder is None:
+        return Facts(gpu, bf16, None, find_preset(config.preset).max_position)
+    return Facts(gpu, bf16, stored_dtype(found.folder), found.config.get("max_position_embeddings"))
 
 
 def prepare(
@@ -231,9 +286,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
     )
 
 
-def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
+def open_data(
+    config: TrainConfig,
+    model: TrainableModel | None,
+    progress: Progress,
+    facts: Facts | None = None,
+    reasons: list[str] | None = None,
+) -> tuple[Corpus, Dataset, Dataset]:
     """The data of ``--data``, what of it is trained on, and what is held out. It is encoded with ``--tokenizer``, or
-    else with that of the model's folder; without either one is trained."""
+    else with that of the model's folder; without either one is trained. A length that is 'auto' is chosen by ``facts``,
+    and ``reasons`` are told why."""
     path = None if config.data is None else Path(config.data)
     tokenizer_path = Path(config.tokenizer) if config.tokenizer is not None else model and model.folder
     source = find_text(path)
@@ -241,23 +303,29 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
         names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)
         progress.say(f"data: {source.name}: left out, being no data: {names}")
     kind = chat_kind(source)
-    length, seed = config.seq_length, config.seed
     if kind is None:
         corpus = prepare_data(path, tokenizer_path, config.vocab_size, progress.phase)
-        return corpus, PackedDataset(corpus, length, seed=seed), PackedDataset(corpus, length, "validation")
-    chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
-    packing = config.packing is not False
-    if packing and model is not None and (reason := why_no_positions(model.model)):
+    else:
+        corpus = prepare_chat(source, kind, tokenizer_path, progress.phase)
+    packs = config.packing is not False
+    if kind is not None and packs and model is not None and (reason := why_no_positions(model.model)):
         _not_packed(config, reason, progress)
-        packing = False
-    train = ChatDataset(chat, length, seed=seed, packing=packing)
-    validation = ChatDataset(chat, length, "validation", packing=packing)
+        packs = False
+    if config.auto_seq_length and facts is not None:
+        most = facts.positions or UNKNOWN_LENGTH
+        length, why = bound_length(facts, longest_document(corpus, most), len(corpus.tokens) if kind is None else 0)
+        config = replace(config, seq_length=length)
+        (reasons if reasons is not None else []).append(why)
+    train, validation = make_datasets(config, corpus, packs)
+    if not isinstance(corpus, ChatCorpus):
+        return corpus, train, validation
+    assert isinstance(train, ChatDataset) and isinstance(validation, ChatDataset)
     shared = "several share a row, positions begin again at 0 with each and none sees another"
     how = shared if train.packing else "each has a separate row"
-    written = "as they are" if chat.template is None else f"with {chat.template.origin}"
-    learnt = "completions" if "completion" in kind else "answers"
+    written = "as they are" if corpus.template is None else f"with {corpus.template.origin}"
+    learnt = "completions" if "completion" in corpus.kind else "answers"
     progress.say(
-        f"data: {chat.name}: {len(chat.lengths)} conversations ({chat.kind}), written {written}; "
+        f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written {written}; "
         f"learnt are the {learnt}, {train.learnt_share:.0%} of the tokens; {train.conversations} to train on in "
         f"{len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): {how}"
     )
@@ -265,7 +333,18 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
     if cut:
         lost = f"; {left_out} of them have no answer before the cut and are left out" if left_out else ""
         progress.say(f"data: {cut} conversations are longer than --seq-length {train.seq_length} and cut there{lost}")
-    return chat, train, validation
+    return corpus, train, validation
+
+
+def make_datasets(config: TrainConfig, corpus: Corpus, packs: bool) -> tuple[Dataset, Dataset]:
+    """What of ``corpus`` is trained on, and what is held out, in rows of the run's length; ``packs``: conversations
+    share them.
+    """
+    length, seed = config.seq_length, config.seed
+    if isinstance(corpus, ChatCorpus):
+        train = ChatDataset(corpus, length, seed=seed, packing=packs)
+        return train, ChatDataset(corpus, length, "validation", packing=packs)
+    return PackedDataset(corpus, length, seed=seed), PackedDataset(corpus, length, "validation")
 
 
 def _not_packed(config: TrainConfig, reason: str, progress: Progress) -> None:

@@ -28,8 +28,7 @@ from vblackwell.planner.predictions import NUMBERS, keep_prediction
 from vblackwell.train.checkpoint import export_final, finished_step, load_newest, refuse_full_disk, write_checkpoint
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
-from vblackwell.train.model import find_model
-from vblackwell.train.prepare import Prepared, decide, open_data, prepare
+from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
 from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
@@ -44,7 +43,9 @@ def train(config: TrainConfig) -> int:
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
         if config.inspect_data:
-            corpus, rows, _ = open_data(config, find_model(config, cleanup), progress)
+            device = choose_device(config.device, progress.say)
+            config, found, facts, _ = begin(config, device, cleanup)
+            corpus, rows, _ = open_data(config, found, progress, facts)
             progress.say("\n".join(inspect_lines(rows, corpus.tokenizer)))
             return 0
         stop = cleanup.enter_context(StopRequest())
@@ -76,7 +77,9 @@ def _as_begun(config: TrainConfig, folder: Path) -> tuple[TrainConfig, dict[str,
     if stored is None:
         return config, None
     refuse_changes(config, stored)
-    return replace(config, auto_batch_size=False), stored  # it goes on with what was planned then
+    return replace(
+        config, auto_batch_size=False, auto_seq_length=False
+    ), stored  # it goes on with what was planned then
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
@@ -99,7 +102,8 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     refuse_full_disk(folder.path, prepared.model, prepared.config)
     folder.create()
     if stored is None:
-        planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
+        planned = ("batch_size", "accumulation_steps", "gradient_checkpointing", "seq_length", "precision")
+        planned += ("vgpu_auto", "auto_batch_size", "auto_seq_length")
         folder.write_settings(asdict(config) | {name: getattr(prepared.config, name) for name in planned})
     return _run(prepared, folder, progress, stop, cleanup)
 
