@@ -16,7 +16,9 @@ other layers stay as they are. It decodes nvfp4 and mxfp4 to bf16, so the other 
 linear in two parts has nvfp4's entries and ``weight_fine``, which readers that do not know it pass over.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -35,6 +37,32 @@ KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
 KINDS |= dict.fromkeys(("int4", "int8"), "pack-quantized")
 _FP4 = ("nvfp4", "mxfp4")
 OWN_METHOD = "vblackwell"
+
+
+@dataclass(frozen=True)
+class PackedLinears:
+    """The linears that a folder holds packed to ``form``: by name, whether one has a second, fine part."""
+
+    form: Format
+    fine: Mapping[str, bool]
+
+
+def packed_linears(config: Mapping[str, Any], linears: Iterable[str]) -> PackedLinears:
+    """Those of a model's ``linears``, by name, that a ``quantization_config`` says are packed; raises Unsupported as
+    `format_of_config`."""
+    form, fine = format_of_config(config), set(config.get(TWO_PARTS) or ())
+    left = [str(each) for each in config.get("ignore") or ()]
+    names, patterns = set(left), [re.compile(each[3:]) for each in left if each.startswith("re:")]
+    chosen = [name for name in linears if name not in names and not any(each.match(name) for each in patterns)]
+    return PackedLinears(form, {name: name in fine for name in chosen})
+
+
+def not_trained(folder: object, config: Mapping[str, Any]) -> Unsupported:
+    """What to say where packed weights, of a ``quantization_config``, would have to be trained."""
+    kind = str(config.get("format") or config.get("quant_method"))
+    kind = next((name for name, other in KINDS.items() if other == kind and name in _FP4), kind)
+    ways = "add --lora 16 (lora=vb.Lora(16)) to train adapters over them, or give the folder that it was packed from"
+    return Unsupported(f"{folder} is packed ({kind}), and packed weights are not trained: {ways}")
 
 
 def runs_in(form: Format, dtype: torch.dtype) -> torch.dtype:

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
+from vblackwell.folders.compressed_tensors import PackedLinears, not_trained
 from vblackwell.folders.folder import GENERATION, read_config, read_json, some_names, tensor_files
 from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, refuse_not_finite
 from vblackwell.units import MiB
@@ -64,8 +65,8 @@ def build_on_meta(
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     file, raw = folder / "config.json", read_config(folder)
-    if raw.get("quantization_config") and not quantized:
-        raise Unsupported(f"{file}: the weights are quantised; training starts from the folder they were made of")
+    if (stated := raw.get("quantization_config")) and not quantized:
+        raise not_trained(folder, stated)
     check_architecture(folder, trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -177,6 +178,8 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
     safetensors, CorruptData where a file is missing or cut short, its table is none, or tied parameters have different
     values.
     """
+
+    packing: PackedLinears | None = None  # of the linears that the files hold packed
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.folder, self._model = folder, model

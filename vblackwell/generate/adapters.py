@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
-from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
+from vblackwell.folders.compressed_tensors import PackedLinears
+from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, stored_dtype, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, bytes_of
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.generate.quantized import Packing
-from vblackwell.nn.convert.linears import HEAD, store_linears
+from vblackwell.generate.quantized import PackedWeights, Packing
+from vblackwell.nn.convert.linears import HEAD, find_linears, store_linears, store_packed
 from vblackwell.nn.convert.lora import Lora, add_adapters, base_name, file_name, fill_adapter, is_adapter
+from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.stored_fp4 import stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
@@ -54,13 +56,15 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 @dataclass(frozen=True)
 class Adapted:
     """What was done to a model: peft's ``config``; ``packed`` linears of the base, with the reason where that is not
-    so; ``base``: fingerprint of its weights; ``how``: as of `how_packed`."""
+    so; ``base``: fingerprint of its weights; ``how``: as of `how_packed`; ``stored``: the type of its folder's weights,
+    None where they are packed there."""
 
     lora: Lora
     config: dict[str, Any]
     packed: dict[str, str | None]
     base: str
     how: str
+    stored: torch.dtype | None
 
 
 _adapted: weakref.WeakKeyDictionary[nn.Module, Adapted] = weakref.WeakKeyDictionary()
@@ -75,7 +79,7 @@ def adapt(
     model: nn.Module,
     weights: FolderWeights,
     lora: Lora | None,
-    packing: Packing | None,
+    packing: Packing | PackedLinears | None,
     device: torch.device,
     *,
     name: str,
@@ -85,15 +89,16 @@ def adapt(
 ) -> Initialize:
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
     fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
-    base; linears that ``packing`` selects are packed on ``device``, one at a time, on a GPU as the fused kernels want
-    it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the folder ``values``, or what ``seed`` draws.
+    base; linears that ``packing`` selects are packed on ``device``, one at a time (or are as the folder holds them
+    packed), on a GPU as the fused kernels want it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the folder ``values``, or what ``seed`` draws.
     Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
     installed."""
     config, packed = put_adapters(model, lora, packing, name, on_gpu=device.type == "cuda", **rounds)
     fitting = None
     if lora is not None:
         how = how_packed(packing, **rounds)
-        _adapted[model] = made = Adapted(lora, config, packed, fingerprint(weights.folder), how)
+        stored = None if isinstance(packing, PackedLinears) else stored_dtype(weights.folder)
+        _adapted[model] = made = Adapted(lora, config, packed, fingerprint(weights.folder), how, stored)
         if values is not None:
             fitting = _fitting(model, values, weights.folder)  # what has other shapes is told by those
             check_base(values, weights.folder, name)
@@ -102,7 +107,13 @@ def adapt(
 
 
 def put_adapters(
-    model: nn.Module, lora: Lora | None, packing: Packing | None, name: str, *, on_gpu: bool, **rounds: bool
+    model: nn.Module,
+    lora: Lora | None,
+    packing: Packing | PackedLinears | None,
+    name: str,
+    *,
+    on_gpu: bool,
+    **rounds: bool,
 ) -> tuple[dict[str, Any], dict[str, str | None]]:
     """What `adapt` makes of a ``model`` on meta, without what fills it: peft's configuration, and the linears that were
     packed, with the reason where one was not. Raises as `adapt`."""
@@ -110,6 +121,9 @@ def put_adapters(
     config = {} if lora is None else add_adapters(model, lora, name)
     if packing is None:
         return config, {}
+    if isinstance(packing, PackedLinears):
+        store_packed(model, packing.fine, packing.form, tiled=on_gpu, **rounds)
+        return config, dict.fromkeys(packing.fine) | dict.fromkeys(find_linears(model), "so in the folder")
     tiled = on_gpu and packing.format in ("nvfp4", "mxfp4")
     return config, store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, **rounds)
 
@@ -162,7 +176,11 @@ def _filling(
             linear, owner, _ = stored
             if name not in ready:  # the first of three parts
                 weight_name = base_name(f"{owner}.weight")
-                parts = linear.bytes_of(weights.read(weight_name, linear.dtype, device), weight_name)
+                if isinstance(weights, PackedWeights):
+                    packed = weights.packed(weight_name.removesuffix(".weight"), linear.dtype, device)
+                else:
+                    packed = pack(weights.read(weight_name, linear.dtype, device), linear.form.name, weight_name)
+                parts = linear.bytes_of_packed(packed, weight_name)
                 ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
             out.copy_(ready.pop(name))
 
@@ -240,10 +258,16 @@ def write_adapter(
             shards.write(file_name(name), state["weight"].float())
 
 
-def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | None = None) -> Path:
+def save_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    chat_template: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
     """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all;
     an adapter's folder that has the name is replaced. ``chat_template``: of the conversations that they were trained
-    on. Raises ConfigurationError: the model has none, or what has the name holds something else; DiskError: no space,
+    on; ``more``: values by the names of JSON files. Raises ConfigurationError: the model has none, or what has the name holds something else; DiskError: no space,
     or the disk failed; a folder that was there is as before."""
     path = Path(folder).absolute()
     needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
@@ -253,6 +277,8 @@ def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | N
         write_adapter(commit, model)
         if chat_template is not None:
             commit.add(CHAT_TEMPLATE, chat_template.encode())
+        for file, value in (more or {}).items():
+            commit.add_json(file, value)
     return path
 
 
@@ -303,14 +329,23 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
         warnings.warn(f"{said}, what is written will be wrong", UserWarning, stacklevel=2)
 
 
-def how_packed(packing: Packing | None, **rounds: bool) -> str:
+def how_packed(packing: Packing | PackedLinears | None, **rounds: bool) -> str:
     """The arguments of `load_causal_lm`, as JSON, that pack a base so, with ``w4a8`` or ``w4a4``; those that are not
-    the defaults."""
-    if packing is None:
-        return AS_IT_IS
-    given = {"fp4": packing.format, "fp4_layers": packing.layers, "keep": packing.keep, **rounds}
-    defaults = {"fp4_layers": Packing().layers, "keep": None, **dict.fromkeys(rounds, False)}
-    return json.dumps({name: value for name, value in given.items() if name == "fp4" or value != defaults[name]})
+    the defaults. What the base's folder holds packed takes none."""
+    given: dict[str, Any] = dict(rounds)
+    if isinstance(packing, Packing):
+        given = {"fp4": packing.format, "fp4_layers": packing.layers, "keep": packing.keep, **rounds}
+    defaults = {"fp4": None, "fp4_layers": Packing.layers, "keep": None, **dict.fromkeys(rounds, False)}
+    return json.dumps({name: value for name, value in given.items() if value != defaults[name]})
+
+
+def trained_over(adapter: Path) -> tuple[str | None, dict[str, Any]]:
+    """The base that the adapter in the folder ``adapter`` names, a path or hub id, and the arguments of
+    `load_causal_lm` that pack it as in training: none where it is not packed, or the adapter does not tell. Raises
+    ConfigurationError where there is no adapter, CorruptData for one that is damaged."""
+    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    how = next((json.loads(how) for _, how in _stated(adapter, PACKED)), {})
+    return (named if isinstance(named, str) and named else None), how
 
 
 def _compare_packing(adapter: Path, now: str) -> None:

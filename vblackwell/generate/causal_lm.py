@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.folders.folder import GENERATION, copy_tokenizer, find_folder, read_config, save_model
+from vblackwell.folders.folder import GENERATION, copy_tokenizer, find_folder, save_model
 from vblackwell.folders.tensor_file import TensorSpec, spec_of
 from vblackwell.folders.weights import build_on_meta
 from vblackwell.generate.adapters import adapt, adapted, read_lora, whole_tensors
-from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, refuse_unpacked
+from vblackwell.generate.quantized import Packing, open_folder, packing_over, refuse_unpacked
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
@@ -51,13 +51,13 @@ def load_causal_lm(
     Args:
         model: a folder with config.json and safetensors; or a hub id ``owner/name``, with its ``revision``.
         dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
-        trainable: False freezes all parameters: no masters, gradients or states are kept for them. So may a folder be
-            one of packed linears (`vb quantize`, compressed-tensors), which stay packed.
+        trainable: False freezes all parameters: no masters, gradients or states are kept for them. Then, or with
+            ``lora``, a folder may be one of packed linears (`vb quantize`, compressed-tensors), which stay packed.
         attention: transformers' ``attn_implementation``; by default what it chooses.
         lora: train these adapters, which begin by ``seed``, over the frozen model (`save_adapter` writes them,
             `save_causal_lm` the model with them merged); or go on from, or use, those in the folder ``adapter``.
         fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
-            keep: which linears, as for `convert`.
+            keep: which linears, as for `convert`. Of a folder that is packed to it already it changes nothing.
         w4a8: products of many rows with packed linears, which are mxfp4, round their inputs to FP8 (docs/numerics.md).
         w4a4: the same to FP4, with linears in nvfp4 or mxfp4.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
@@ -84,20 +84,15 @@ def load_causal_lm(
     rounds = {"w4a8": w4a8, "w4a4": w4a4}
     if any(rounds.values()) and fp4 is None:
         refuse_unpacked(folder)
-    if not trainable and (lora is not None or fp4 is not None) and read_config(folder).get("quantization_config"):
-        dropped = "adapters" if lora is not None else "--use-fp4 (fp4=)"
-        raise Unsupported(f"{folder} is quantised already: drop {dropped}, or give the folder that it was made of")
-    made = build_on_meta(
-        folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=not trainable
-    )
+    frozen = not trainable or lora is not None
+    made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=frozen)
     made.requires_grad_(trainable)
     with open_folder(made, folder) as weights:
         weights.load_buffers()
-        if isinstance(weights, PackedWeights):
-            weights.store_linears(stack.level0_device, **rounds)
+        asked = None if fp4 is None else Packing(fp4, fp4_layers, keep)
+        packing = packing_over(folder, weights.packing, asked)
         initialize: Initialize = weights
-        if lora is not None or fp4 is not None:
-            packing = None if fp4 is None else Packing(fp4, fp4_layers, keep)
+        if lora is not None or packing is not None:
             values = None if adapter is None else Path(adapter)
             initialize = adapt(
                 made, weights, lora, packing, stack.level0_device, name=str(model), seed=seed, values=values, **rounds

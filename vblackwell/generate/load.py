@@ -13,8 +13,9 @@ from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, first_intact, newest_complete, verify_folder
 from vblackwell.folders.folder import find_folder, read_config, read_json, stored_dtype
 from vblackwell.folders.weights import build_on_meta, stays_fp32
+from vblackwell.generate.adapters import ADAPTER_CONFIG
 from vblackwell.generate.causal_lm import load_causal_lm
-from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, refuse_unpacked
+from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, packing_over, refuse_unpacked
 from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
@@ -26,7 +27,7 @@ from vblackwell.nn.linear.packed_linear import is_transposed, pack, turned
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.layout.generation import workspace_bytes
 
-FINAL = "final"
+FINAL, ADAPTER = "final", "adapter"
 CHECKPOINTS = "checkpoints"
 
 
@@ -41,6 +42,11 @@ def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
         return path, []
     candidates = [*newest_complete(path), *newest_complete(path / CHECKPOINTS), path / FINAL]
     candidates = [folder for folder in candidates if (folder / MANIFEST).is_file()]
+    adapters = [each for each in (path, path / ADAPTER, *candidates) if (each / ADAPTER_CONFIG).is_file()]
+    candidates = [each for each in candidates if each not in adapters]
+    if adapters and not candidates:
+        said = "an adapter and no merged model: give that as --adapter instead, which writes over its own base"
+        raise ConfigurationError(f"--model {path} holds {said}: --adapter {adapters[0]}")
     if not candidates:
         raise ConfigurationError(
             f"--model {path} holds neither a model's config.json nor a complete checkpoint of a run"
@@ -85,8 +91,10 @@ def load_model(
     rounds = {"w4a8": w4a8, "w4a4": w4a4}
     if any(rounds.values()) and packing is None:
         refuse_unpacked(folder)
-    model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
+    model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=True)
     with open_folder(model, folder) as weights:
+        found = packing_over(folder, weights.packing, packing)
+        packing = found if isinstance(found, Packing) else None
         as_stored = dtype is None and isinstance(model, Decoder) and not isinstance(weights, PackedWeights)
         chosen = (
             {} if packing is None else select_linears(model, packing.layers, head_and(packing.keep), transposed=True)
@@ -107,7 +115,7 @@ def load_model(
                 made[target] = nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
-            for name in weights.linears:
+            for name in weights.packing.fine:
                 packed = weights.packed(name, linear_of(model, name).weight.dtype, device)
                 install_packed(model, name, packed, **rounds)
     return model.to(device).eval()

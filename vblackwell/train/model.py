@@ -15,12 +15,13 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
+from vblackwell.folders.compressed_tensors import PackedLinears
 from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.adapters import adapt, adapted, put_adapters
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.generate.load import model_on_meta
-from vblackwell.generate.quantized import Packing
+from vblackwell.generate.quantized import Packing, open_folder, packing_over
 from vblackwell.kernels.fp4.w4a8 import MIN_ROWS, SUMMARY
 from vblackwell.nn.attention.backends import packs_documents, use_dispatcher, why_not_dispatcher
 from vblackwell.nn.attention.documents import runs_packed
@@ -39,7 +40,7 @@ from vblackwell.train.config import TrainConfig
 class TrainableModel:
     """A model that is about to be put into a stack and trained. ``config``: its config.json; ``heads``: query heads,
     key and value heads, and the width of one; ``initialize`` fills it, from meta, if it has no weights yet; ``folder``:
-    where it comes from, None for a preset.
+    where it comes from, None for a preset; ``packing``: of the linears that are packed there.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class TrainableModel:
     heads: tuple[int, int, int]
     initialize: Initialize | None = None
     folder: Path | None = None
+    packing: PackedLinears | None = None
 
 
 def preset_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None = None) -> TrainableModel:
@@ -85,12 +87,12 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     read_config(folder)  # says what the folder is, if it is none of a model
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
-    found = trainable(model_on_meta(folder, torch.float32))
-    weights = cleanup.enter_context(FolderWeights(found.model, folder))
+    found = trainable(model_on_meta(folder, torch.float32, quantized=config.lora is not None))
+    weights = cleanup.enter_context(open_folder(found.model, folder))
     weights.load_buffers()
     path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
-    return replace(found, initialize=weights, folder=folder)
+    return replace(found, initialize=weights, folder=folder, packing=weights.packing)
 
 
 def check_rows(config: TrainConfig) -> None:
@@ -156,7 +158,8 @@ def _adapt(
     assert config.lora is not None and config.model is not None
     model, given, form = found.model, Path(config.model), "mxfp4" if config.fp8_activations else "nvfp4"
     lora = Lora.parse(config.lora)
-    packing = Packing(form, config.fp4_layers, config.keep) if config.use_fp4 else None
+    asked = Packing(form, config.fp4_layers, config.keep) if config.use_fp4 else None
+    packing = packing_over(config.model, found.packing, asked)
     if found.initialize is None:  # nothing fills it: it is planned for
         put_adapters(model, lora, packing, config.model, on_gpu=device.type == "cuda", w4a8=config.fp8_activations)
         return found
@@ -176,8 +179,9 @@ def _adapt(
     trained = [param.numel() for param in model.parameters() if param.requires_grad]
     if made.packed:
         left = [f"{name} ({reason})" for name, reason in made.packed.items() if reason and ".lora_" not in name]
-        packed = list(made.packed.values()).count(None)
-        base = f"packed to {form} in {packed} linears (left: {', '.join(left[:3]) or 'none'})"
+        packed, held = list(made.packed.values()).count(None), found.packing
+        form, whose = (form, "") if held is None else (held.form.name, ", as the folder has them")
+        base = f"packed to {form} in {packed} linears{whose} (left: {', '.join(left[:3]) or 'none'})"
     say(
         f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "

@@ -23,6 +23,7 @@ from vblackwell.nn.linear.one_input import (
     linears_of_one_input,
     on_gpu,
 )
+from vblackwell.nn.linear.packed_linear import FINE
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
 ROTARY_NAME = "apply_rotary_pos_emb"
@@ -295,6 +296,8 @@ def fused_adapter(module: nn.Module) -> Overrides | str | None:
     base: Any = getattr(module, "base_layer", None)
     if not isinstance(base, StoredFP4Linear) or not type(module).__module__.startswith("peft.tuners.lora"):
         return None
+    if FINE in base.parts:
+        return "its base is in two parts"
     return {"forward": _adapter_forward} if base.bias is None else "its base has a bias"
 
 

@@ -23,6 +23,7 @@ from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.packed_linear import is_transposed, rounding, sizes_of
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.nn.linear.two_part import BITS, Settings, VBOptimizedLinear
+from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.units import columns, format_bytes
 
@@ -147,12 +148,30 @@ def store_linears(
     or one of them has a shape or format that these do not take.
     """
     found = find_linears(model, pattern, head_and(keep), transposed=True)
-    chosen = _selected(model, pattern, found)
-    if checks := rounding(how.get("w4a8", False), how.get("w4a4", False)):
-        for name, linear in chosen.items():
-            checks.check_shape(format, *sizes_of(linear), f"{name}.weight")
-    replace_linears(model, chosen, functools.partial(StoredFP4Linear, format=format, **how))
+    _store(model, _selected(model, pattern, found), format_named(format), (), **how)
     return found
+
+
+def store_packed(
+    model: nn.Module, linears: Mapping[str, bool], form: Format, *, tiled: bool = False, **rounds: bool
+) -> None:
+    """The same for the linears that are packed to ``form`` already, by their names in the folder (also where adapters
+    are around them), in two parts where the value is True; ``tiled`` where the form has tiles. ConfigurationError for
+    one that the model does not have, or of a shape that ``rounds`` does not take."""
+    inside = {name: f"{name}.base_layer" for name in linears}
+    held = dict(model.named_modules())
+    chosen = {name: linear_of(model, inside[name] if inside[name] in held else name) for name in linears}
+    tiled = tiled and form.name in ("nvfp4", "mxfp4")
+    _store(model, chosen, form, [name for name, fine in linears.items() if fine], tiled=tiled, **rounds)
+
+
+def _store(model: nn.Module, chosen: Mapping[str, nn.Linear], form: Format, fine: Collection[str], **how: bool) -> None:
+    checks = rounding(how.get("w4a8", False), how.get("w4a4", False))
+    for name, linear in chosen.items() if checks else ():
+        precision = "two-part" if name in fine else form.name
+        checks.check_shape(precision, *sizes_of(linear), f"{name}.weight")
+    made = {linear: StoredFP4Linear(linear, form, fine=name in fine, **how) for name, linear in chosen.items()}
+    replace_modules(model, made)
 
 
 def install_packed(model: nn.Module, name: str, packed: PackedTensor, **rounds: bool) -> None:
