@@ -231,7 +231,7 @@ def _train(given: dict[str, Any]) -> int:
 
 def _generate_flags(parser: Any) -> None:
     add = parser.add_argument
-    add("--model", type=str, required=True, help=MODEL)
+    add("--model", type=str, help=f"{MODEL} By default the base of --adapter.")
     add("--prompt", type=str, help="Text to continue.")
     add("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
     add("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")
@@ -248,7 +248,7 @@ def _generate_flags(parser: Any) -> None:
     add("--disk-memory", type=str, help="What a disk level may hold.")
     add("--disk-path", type=str, help="Folder of the disk level.")
     add("--adapter", type=str, help="Folder of a LoRA adapter for the model, of vb train or of peft.")
-    _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
+    _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading. Default: as the base of --adapter was.")
     rounds = "Round what many rows (897 and more) of packed linears take to FP8: faster prompts, other numbers."
     _add_switch(parser, "--fp8-activations", f"{rounds} For mxfp4, to which --use-fp4 then packs.")
     rounds = "The same to FP4, on Blackwell's tensor cores: numbers farther off. For nvfp4 and mxfp4."

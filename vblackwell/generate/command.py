@@ -14,8 +14,17 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
-from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, stored_dtype, tensor_files
+from vblackwell.folders.folder import (
+    GENERATION,
+    is_hub_id,
+    read_config,
+    read_json,
+    read_tokenizer,
+    stored_dtype,
+    tensor_files,
+)
 from vblackwell.folders.weights import check_architecture
+from vblackwell.generate.adapters import ADAPTER_CONFIG, trained_over
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
@@ -34,28 +43,45 @@ from vblackwell.units import parse_bytes
 class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
     disk level; ``use_fp4`` packs linears while loading, with ``fp8_activations`` to mxfp4, which is w4a8, as
-    ``fp4_activations`` is w4a4; folder of an ``adapter``; file of an ``assignment`` of precisions."""
+    ``fp4_activations`` is w4a4 (None: as an adapter's base was packed); folder of an ``adapter``; file of an
+    ``assignment`` of precisions; ``format``: what is packed to, where that is another."""
 
     fast_memory: str | None = None
     host_memory: str | None = None
     disk_memory: str | None = None
     disk_path: str | None = None
-    use_fp4: bool = False
+    use_fp4: bool | None = None
     fp8_activations: bool = False
     fp4_activations: bool = False
     fp4_layers: str = "all"
     keep: str | None = None
     adapter: str | None = None
     assignment: str | None = None
+    format: str | None = None
 
     @property
     def packs_to(self) -> str:
-        return "mxfp4" if self.fp8_activations else "nvfp4"
+        return self.format or ("mxfp4" if self.fp8_activations else "nvfp4")
 
     @property
     def streams(self) -> bool:
         sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
-        return self.use_fp4 or any(size is not None for size in sizes)
+        return bool(self.use_fp4) or any(size is not None for size in sizes)
+
+    def as_trained(self) -> "Places":
+        """With the base of the ``adapter`` packed as in its training, where no flag says how."""
+        said = self.fp8_activations or self.fp4_activations or self.fp4_layers != Packing.layers or self.keep
+        if self.adapter is None or self.use_fp4 is not None or said:
+            return self
+        _, how = trained_over(Path(self.adapter))
+        if not how:
+            return self
+        print(
+            f"vb: {self.adapter} was trained over its base packed by {json.dumps(how)}, as it is here", file=sys.stderr
+        )
+        rounds = {"fp8_activations": how.get("w4a8", False), "fp4_activations": how.get("w4a4", False)}
+        which = {"fp4_layers": how.get("fp4_layers", Packing.layers), "keep": how.get("keep")}
+        return replace(self, use_fp4="fp4" in how, format=how.get("fp4"), **rounds, **which)
 
     def _fits(self, folder: Path, device: torch.device | str) -> bool:
         """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU unpacked."""
@@ -90,7 +116,7 @@ class Places:
 
 
 def generate_command(
-    model: str,
+    model: str | None = None,
     prompt: str | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.8,
@@ -107,15 +133,17 @@ def generate_command(
     **places: Any,
 ) -> int:
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
-    time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`;
-    ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`; the others as in
+    time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`, by default the base
+    of ``adapter``; ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`; the others as in
     ``generate_batch``. Raises VBError."""
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
     if batch_size < 1:
         raise ConfigurationError(f"--batch-size {batch_size}: give at least 1")
     check_chunk(prefill_chunk)
-    where = Places(**places)
+    where = Places(**places).as_trained()
+    if model is None:
+        model = base_of(where.adapter)
     if torch.device(device).type == "cuda" and where.fast_memory is not None:
         cap_process(torch.device(device), parse_bytes(where.fast_memory, "--fast-memory"))
     if not where.use_fp4 and (where.fp4_layers != "all" or where.keep is not None):
@@ -179,3 +207,14 @@ def generate_command(
             engine = offload_of(opened)
             print(pace.line(None if engine is None else engine.stack.levels[0].peak_bytes), file=sys.stderr)
     return 0
+
+
+def base_of(adapter: str | None) -> str:
+    """The model that the folder ``adapter`` says it is for; ConfigurationError where that is not known or not there."""
+    if adapter is None:
+        raise ConfigurationError("vb generate needs --model, or an --adapter, which names its base")
+    named, _ = trained_over(Path(adapter))
+    if named is None or not (Path(named).is_dir() or is_hub_id(named)):
+        said = "names no base" if named is None else f"names the base {named}, which is not there"
+        raise ConfigurationError(f"{Path(adapter) / ADAPTER_CONFIG} {said}: give the folder of its weights as --model")
+    return named

@@ -25,19 +25,20 @@ from vblackwell.folders import commit
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
-from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, whole_tensors, write_adapter
+from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, save_adapter, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.prepare import Prepared
-from vblackwell.train.runfolder import CHECKPOINTS, FINAL
+from vblackwell.train.runfolder import ADAPTER, CHECKPOINTS, FINAL
 from vblackwell.train.trainer import TrainerState, default_warmup_steps
 from vblackwell.units import format_bytes
 
 TRAINER = "trainer.json"
 FORMAT = 2  # of trainer.json
+_MERGED = {"none": None, "bf16": torch.bfloat16, "fp32": torch.float32}  # of --merge
 METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
 
 
@@ -97,24 +98,42 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     return state
 
 
+def export_adapter(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
+    """The trained adapters as the folder ``parent``/adapter, and when they were. Raises DiskError."""
+    template = None if prepared.template is None else prepared.template.source
+    more = {TRAINER: _trainer_json(prepared, state)}
+    return save_adapter(prepared.model, parent / ADAPTER, chat_template=template, more=more)
+
+
+def merged_type(model: nn.Module, config: TrainConfig) -> torch.dtype | None:
+    """The type of the weights that `export_final` writes; None where there are adapters that are not merged."""
+    if (made := adapted(model)) is None:
+        return torch.float32
+    return made.stored if config.merge == "auto" else _MERGED[config.merge]
+
+
 def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
-    """The trained model as a Hugging Face folder ``parent``/final. Raises DiskError."""
-    model = prepared.model
-    with commit.CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
+    """The trained model, adapters merged, as a Hugging Face folder ``parent``/final. Raises DiskError."""
+    model, dtype = prepared.model, merged_type(prepared.model, prepared.config)
+    with commit.CommitFolder(parent, FINAL, _final_bytes(model, dtype) + METADATA_BYTES) as folder:
         tokenizer = _add_tokenizer(folder, prepared)
         folder.add_json(GENERATION, generation_settings(prepared))
-        made = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
+        made = PublishedTensors(
+            model, None if adapted(model) is None else dtype
+        )  # names and shapes as others expect them
         save_model(folder, prepared.model_config, made.specs, made.tensors(), tokenizer, generation=False)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
 
 
-def finished_step(final: Path) -> int | None:
-    """The step that the model in ``final`` was exported after; None if there is none, or it is damaged."""
+def is_finished(parent: Path, prepared: Prepared) -> bool:
+    """Whether what the run in ``parent`` exports is there, of its last step, and intact."""
+    whole = merged_type(prepared.model, prepared.config) is not None
     try:
-        commit.verify_folder(final)
-        return read_json(final / TRAINER).get("state", {}).get("step")
+        exported = parent / (FINAL if whole else ADAPTER)
+        commit.verify_folder(exported)
+        return read_json(exported / TRAINER).get("state", {}).get("step") == prepared.config.max_steps
     except VBError:
-        return None
+        return False
 
 
 def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, Any]) -> None:
@@ -138,7 +157,7 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     due = config.max_steps // every - step // every if every else 0
     if step < config.max_steps:
         due = max(due, 1)  # where somebody stops the run
-    size, final = _checkpoint_bytes(model), _weight_bytes(model)
+    size, final = _checkpoint_bytes(model), _final_bytes(model, merged_type(model, config))
     final += 0 if adapted(model) is None else size // 3  # adapters are exported before the final model
     needed = METADATA_BYTES + bytes_to_come(len(found), due, keep, checkpoint=size, final=final)
     folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
@@ -160,7 +179,11 @@ def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])
+    return _final_bytes(model, torch.float32)
+
+
+def _final_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else sum(dtype.itemsize * shape.numel() for _, shape in whole_tensors(model)[0])
 
 
 def _checkpoint_bytes(model: nn.Module) -> int:

@@ -117,6 +117,9 @@ class TrainConfig:
     fp8_activations: bool = False
     """With --lora and --use-fp4: products of 897 rows and more with the base round their inputs to FP8, which is faster
     and changes numbers; gradients pass straight through. The base is packed to mxfp4."""
+    merge: Literal["auto", "none", "bf16", "fp32"] = "auto"
+    """With --lora: the type of the merged model that is written in addition to the adapter, or none; auto: the base's
+    own, none if the base is a packed folder."""
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4 (mxfp4 with
@@ -194,6 +197,8 @@ class TrainConfig:
         if self.fp8_activations and not (self.lora is not None and self.use_fp4):
             said = "rounds what a packed base is multiplied by: add --lora and --use-fp4, or drop it"
             raise ConfigurationError(f"--fp8-activations {said}")
+        if self.lora is None and self.merge != "auto":
+            raise ConfigurationError("--merge is of adapters and their base: add --lora 16, or drop it")
         if self.lora is not None and self.model is None:
             raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
         if self.model is not None and self.architecture:

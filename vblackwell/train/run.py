@@ -18,20 +18,28 @@ import torch
 from vblackwell.data.chat import ChatDataset
 from vblackwell.data.corpus import inspect_lines
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
-from vblackwell.generate.adapters import adapted, save_adapter
+from vblackwell.generate.adapters import adapted
 from vblackwell.generate.generate import generate_batch, position_limit
 from vblackwell.generate.sampling import Sampling
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
 from vblackwell.planner.placement import Plan
 from vblackwell.planner.predictions import NUMBERS, keep_prediction
-from vblackwell.train.checkpoint import export_final, finished_step, load_newest, refuse_full_disk, write_checkpoint
+from vblackwell.train.checkpoint import (
+    export_adapter,
+    export_final,
+    is_finished,
+    load_newest,
+    merged_type,
+    refuse_full_disk,
+    write_checkpoint,
+)
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
-from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
+from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.trainer import Trainer
 from vblackwell.units import columns, format_bytes, format_seconds
 
@@ -96,7 +104,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     if prepared is None or stop.wanted:
         progress.say("stopped before the first step: nothing was written")
         return stop.exit_code
-    if config.resume and finished_step(folder.final) == prepared.config.max_steps:
+    if config.resume and is_finished(folder.path, prepared):
         progress.say(f"{folder.path} has finished its {prepared.config.max_steps} steps already: nothing to do")
         return 0
     refuse_full_disk(folder.path, prepared.model, prepared.config)
@@ -155,14 +163,17 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     if stop.signal is not None:
         progress.say(f"stopped by {stop.signal.name} after step {trainer.now.step}: go on with {go_on}")
         return stop.exit_code
-    merged = ""
+    merged, adapter, dtype = "", None, merged_type(prepared.model, config)
     if adapted(prepared.model) is not None:
-        template = None if prepared.template is None else prepared.template.source
-        adapter = save_adapter(prepared.model, folder.path / ADAPTER, chat_template=template)
+        adapter = export_adapter(folder.path, prepared, trainer.state())
         progress.say(f"adapter: {adapter}")
-        merged = " (the adapter merged)"
-    export_final(folder.path, prepared, trainer.state())
-    progress.say(f"model: {folder.final}{merged}")
+        merged = f" (the adapter merged, {str(dtype).removeprefix('torch.')})"
+    if dtype is None:
+        later = f"vb train --resume --out {folder.path} --merge bf16"
+        progress.say(f"model: not merged; to write with it: vb generate --adapter {adapter}; to merge it: {later}")
+    else:
+        export_final(folder.path, prepared, trainer.state())
+        progress.say(f"model: {folder.final}{merged}")
     engine = offload_of(prepared.model)
     assert engine is not None
     speed = steps * config.tokens_per_step / max(seconds, 1e-9)

@@ -3,7 +3,7 @@
     settings.json    the settings, as resolved
     metrics.jsonl    a line a step          tensorboard/   the same for TensorBoard
     checkpoints/     step-00000100/ ...     final/         the trained model, a Hugging Face folder
-    adapter/         with --lora, as peft opens it; final/ has it merged
+    adapter/         with --lora, as peft opens it; final/ has it merged, as --merge says
     report.json      the table at the end   trace.json     with --profile
 
 Nothing is created before the run is sure to start.
@@ -55,7 +55,8 @@ class RunFolder:
                 raise ConfigurationError(f"--out {path} holds a run: add --resume to go on, or choose another --out")
             for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
                 _fresh(path / name).unlink(missing_ok=True)
-            clean_leftovers(path, FINAL)  # which take room, too; nobody else writes here while it is locked
+            clean_leftovers(path, FINAL)
+            clean_leftovers(path, ADAPTER)  # which take room, too; nobody else writes here while it is locked
             clean_leftovers(self.checkpoints)
 
     @property
