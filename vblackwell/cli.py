@@ -286,8 +286,8 @@ def _quantize_flags(parser: Any) -> None:
 def _estimate_flags(parser: Any) -> None:
     add = parser.add_argument
     kinds = "Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory."
-    without = "Without one: the largest models for this machine. With --gpu and nothing else of a run: every way. "
-    without += "With flags that only vb train has: the plan of that run."
+    without = "Without one: the largest models for this machine. With --gpu and nothing else of a run, or of a packed "
+    without += "folder: every way. With flags that only vb train has: the plan of that run."
     add("model", type=str, nargs="?", help=f"{kinds} {without}")
     add("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
     add("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
@@ -329,7 +329,7 @@ def _estimate(given: dict[str, Any]) -> int:
     gc.disable()
     atexit.register(gc.freeze)
     try:
-        if "model" not in given or ("gpu" in given and not of_a_run):
+        if "model" not in given or not of_a_run:
             from vblackwell.nn.decoder.config import PRESETS
             from vblackwell.planner.model_spec import fields_of
             from vblackwell.tools.what_fits import ways_command, what_fits_command
@@ -338,7 +338,7 @@ def _estimate(given: dict[str, Any]) -> int:
             if "model" not in given:
                 return what_fits_command(*values, as_json=bool(as_json))
             fields = None if given["model"] in PRESETS else fields_of(given["model"])
-            if fields is not None:
+            if fields is not None and ("gpu" in given or "quantization_config" in fields):
                 return ways_command(given["model"], fields, *values, as_json=bool(as_json))
         if not set(_of_training()).isdisjoint(given):
             from vblackwell.train.plan import plan_command

@@ -179,8 +179,6 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
     values.
     """
 
-    packing: PackedLinears | None = None  # of the linears that the files hold packed
-
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.folder, self._model = folder, model
         self._ready: dict[str, Tensor] = {}  # converted and not asked for yet
@@ -196,6 +194,11 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
     def names(self) -> list[str]:
         """The model's tensors by the names that the files have something for."""
         return list(self._recipes)
+
+    @property
+    def packing(self) -> PackedLinears | None:
+        """The linears that the files hold packed; None where they hold none so."""
+        return None
 
     def targets(self) -> dict[str, Tensor]:
         """The model's parameters and buffers that the files fill, by each of their names."""

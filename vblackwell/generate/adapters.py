@@ -90,9 +90,9 @@ def adapt(
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
     fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
     base; linears that ``packing`` selects are packed on ``device``, one at a time (or are as the folder holds them
-    packed), on a GPU as the fused kernels want it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the folder ``values``, or what ``seed`` draws.
-    Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
-    installed."""
+    packed), on a GPU as the fused kernels want it, or ``rounds``, ``w4a8`` or ``w4a4``; the adapters begin with the
+    folder ``values``, or what ``seed`` draws. Raises ConfigurationError: targets or layers that the model lacks,
+    another base; Unsupported: peft is not installed."""
     config, packed = put_adapters(model, lora, packing, name, on_gpu=device.type == "cuda", **rounds)
     fitting = None
     if lora is not None:
@@ -267,8 +267,8 @@ def save_adapter(
 ) -> Path:
     """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all;
     an adapter's folder that has the name is replaced. ``chat_template``: of the conversations that they were trained
-    on; ``more``: values by the names of JSON files. Raises ConfigurationError: the model has none, or what has the name holds something else; DiskError: no space,
-    or the disk failed; a folder that was there is as before."""
+    on; ``more``: values by the names of JSON files. Raises ConfigurationError: the model has none, or what has the
+    name holds something else; DiskError: no space, or the disk failed; a folder that was there is as before."""
     path = Path(folder).absolute()
     needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
     if (path / MANIFEST).is_file() and not (path / ADAPTER_CONFIG).is_file():

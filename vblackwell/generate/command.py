@@ -134,8 +134,8 @@ def generate_command(
 ) -> int:
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
     time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`, by default the base
-    of ``adapter``; ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`; the others as in
-    ``generate_batch``. Raises VBError."""
+    of ``adapter``; ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`;
+    the others as in ``generate_batch``. Raises VBError."""
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
     if batch_size < 1:

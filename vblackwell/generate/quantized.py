@@ -62,13 +62,15 @@ class PackedWeights(FolderWeights):
     Unsupported for a quantisation that is not read here, ConfigurationError where they are not the model's, CorruptData
     where entries are missing or do not fit each other."""
 
-    packing: PackedLinears  # type: ignore[assignment]
+    @property
+    def packing(self) -> PackedLinears:
+        return self._packing
 
     def _plain_names(self) -> Iterable[str]:
         stated, ending = read_config(self.folder).get("quantization_config") or {}, f".{compressed_tensors.PACKED}"
         form, fine = compressed_tensors.format_of_config(stated), set(stated.get(compressed_tensors.TWO_PARTS) or ())
         names = sorted(name.removesuffix(ending) for name in self._files if name.endswith(ending))
-        self.packing = PackedLinears(form, {name: name in fine for name in names})
+        self._packing = PackedLinears(form, {name: name in fine for name in names})
         plain = set(self._files)
         for name in names:
             linear, kinds = linear_of(self._model, name), self._kinds(name)

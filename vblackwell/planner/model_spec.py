@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, VBError, nearest
+from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
+from vblackwell.folders.compressed_tensors import PackedLinears, not_trained, packed_linears
 from vblackwell.folders.folder import find_config, is_hub_id, read_config, read_json
 from vblackwell.machine.facts import memory_facts
+from vblackwell.nn.convert.linears import find_linears
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields, language_loss
@@ -59,6 +61,9 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
     if text in decoders:
         return of_decoder(text, decoders[text])
     fields = fields_of(text)
+    if fields is not None and (stated := fields.get("quantization_config")):
+        said = "; an estimate with flags of a run is of training all weights: without them it is of what can be done"
+        raise Unsupported(f"{not_trained(text, stated)}{said}")
     if fields is not None:
         return of_config(fields, text, seq_length)
     if ":" in text:
@@ -89,6 +94,13 @@ def positions_of(fields: dict[str, Any]) -> int | None:
             if isinstance(limit := each.get(name), int) and limit > 0:
                 return limit
     return None
+
+
+def packed_in(fields: Mapping[str, Any], model: nn.Module) -> PackedLinears | None:
+    """The linears of ``model``, which a config.json's ``fields`` describe, that its folder holds packed; None where it
+    holds none so. Raises Unsupported for a quantisation that is not read here."""
+    stated = fields.get("quantization_config")
+    return packed_linears(stated, find_linears(model, transposed=True)) if stated else None
 
 
 def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:

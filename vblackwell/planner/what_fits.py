@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
-from vblackwell.nn.convert.linears import find_linears, store_linears
+from vblackwell.folders.compressed_tensors import PackedLinears
+from vblackwell.nn.convert.linears import find_linears, store_linears, store_packed
 from vblackwell.nn.convert.lora import Lora, add_adapters
 from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout.generation import (
@@ -36,7 +37,7 @@ from vblackwell.offload.layout.generation import (
 from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run, allocatable_bytes
-from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
+from vblackwell.planner.model_spec import KNOWN_MODELS, of_config, packed_in
 from vblackwell.planner.placement import Choice, Lacking, Space
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
@@ -55,6 +56,10 @@ WAYS = {  # of one model
     "plain": "plain PyTorch in fp32",
 }
 WORDS = {**WAYS, "train": "train all weights"}
+PACKED_WAYS = {
+    "run": "run, as it is packed",
+    "adapters": "train adapters over it, as it is packed",
+}  # of a packed folder
 PLACEMENTS = ("resident", "streamed")
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
@@ -106,7 +111,8 @@ class WhatFits:
         self._runs = functools.lru_cache(maxsize=len(WAYS))(self._run_of)
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
         self._packs = functools.cache(lambda name: _has_packable(self._model(name)))
-        self._packed = functools.cache(self._packed_bytes)
+        self.packing = functools.cache(lambda name: packed_in(self._fields[name], self._model(name)))
+        self.packed_bytes = functools.cache(self._packed_bytes)
         self._decoding = functools.cache(self._decode)
         self._positions = functools.cache(self._positions_of)
 
@@ -122,8 +128,10 @@ class WhatFits:
         return found
 
     def ways(self, name: str, place: Machine) -> dict[str, Fit | Lacking]:
-        """How ``name`` fits ``place`` in each of `WAYS`, or what it lacks."""
+        """How ``name`` fits ``place`` in each of `WAYS`, or what it lacks; a packed folder in those that it can be."""
         found: dict[str, Fit | Lacking] = {}
+        if self.packing(name) is not None:
+            return {way: self._way(way, name, place) for way in PACKED_WAYS}
         for way in WAYS:
             packs = way not in ("run", "adapters") or self._packs(name)
             found[way] = self._way(way, name, place) if packs else Lacking("has no linear that is packed")
@@ -153,7 +161,7 @@ class WhatFits:
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
         state = parameters * (MIN_STATE if trains else MIN_PACKED)
-        least = (parameters * MIN_RESIDENT if trains else self._packed(name)) if only_resident else state
+        least = (parameters * MIN_RESIDENT if trains else self.packed_bytes(name)) if only_resident else state
         if least > bounds.gpu + (0 if only_resident else bounds.host + bounds.disk):
             return False
         if task == "run":
@@ -269,7 +277,7 @@ class WhatFits:
     def _decode(self, name: str, packed: bool, capability: tuple[int, int], tiled: bool) -> "_Decoding":
         model: Any = self._model(name)
         if packed:
-            model = _pack(copy.deepcopy(model), tiled)
+            model = _pack(copy.deepcopy(model), tiled, self.packing(name))
         shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
         if shape is None:
             raise Unsupported("keys and values of these layers are not counted: not all of them attend plainly")
@@ -285,13 +293,15 @@ class WhatFits:
     def _adapted(self, name: str, packed: bool, tiled: bool) -> nn.Module:
         """As ``vb train --lora 16`` makes it in bf16, ``packed`` with ``--use-fp4``."""
         if packed:
-            return _pack(copy.deepcopy(self._runs(name, "adapters-bf16", tiled).model), tiled)
+            plain = self._runs(name, "adapters-bf16", tiled).model
+            return _pack(copy.deepcopy(plain), tiled, self.packing(name))
         model = copy.deepcopy(self._model(name))
         add_adapters(model, Lora(RANK))
         return model.to(torch.bfloat16).train()
 
     def _packed_bytes(self, name: str) -> int:
-        return sum(parameter.nbytes for parameter in _pack(copy.deepcopy(self._model(name))).parameters())
+        model = _pack(copy.deepcopy(self._model(name)), packing=self.packing(name))
+        return sum(parameter.nbytes for parameter in model.parameters())
 
 
 class _Decoding(NamedTuple):
@@ -312,8 +322,10 @@ def _has_packable(model: nn.Module) -> bool:
     return None in find_linears(model, transposed=True).values()
 
 
-def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:
-    if _has_packable(model):
+def _pack(model: nn.Module, tiled: bool = True, packing: PackedLinears | None = None) -> nn.Module:
+    if packing is not None:
+        store_packed(model, packing.fine, packing.form, tiled=tiled)
+    elif _has_packable(model):
         store_linears(model, "all", None, "nvfp4", tiled=tiled)
     return model
 

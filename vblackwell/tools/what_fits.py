@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.folders.compressed_tensors import PackedLinears
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, LATER_BYTES, default_disk_path, free_disk_bytes
@@ -58,10 +59,13 @@ def ways_command(
             "assumptions": assumptions(place, found)[:2],
         }
         ways = {way: asdict(fit) for way, fit in found.items()}  # of what is lacking: how much of what
-        commands = {way: _command(fit, model) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
+        packing = answers.packing(model)
+        if packing is not None:
+            values |= {"packed": {"format": packing.form.name, "bytes": answers.packed_bytes(model)}}
+        commands = {way: _command(fit, model, packing) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
         print(json.dumps(values | {"ways": ways, "best": best_of(found), "commands": commands}, indent=2))
     else:
-        print("\n".join(way_lines(model, answers.parameters(model), name, place, found)))
+        print("\n".join(way_lines(model, answers, name, place, found)))
     return 0
 
 
@@ -76,46 +80,51 @@ def best_of(found: Mapping[str, what_fits.Fit | Lacking]) -> list[str]:
 
 
 def way_lines(
-    model: str, parameters: int, name: str, place: Machine, found: Mapping[str, what_fits.Fit | Lacking]
+    model: str, answers: what_fits.WhatFits, name: str, place: Machine, found: Mapping[str, what_fits.Fit | Lacking]
 ) -> list[str]:
     """One screen: a row a way, and what to type for those that fit."""
-    best, bounds = best_of(found), place.bounds
+    best, bounds, packing = best_of(found), place.bounds, answers.packing(model)
+    words, packed = what_fits.WORDS, ""
+    if packing is not None:
+        held = f"{len(packing.fine)} linears in {packing.form.name}"
+        words, packed = what_fits.PACKED_WAYS, f" packed to {format_bytes(answers.packed_bytes(model))} ({held})"
     rows: list[tuple[str, ...]] = [("", "", "tokens/s", "GPU", "RAM", "disk", "tokens", "")]
     for way, fit in found.items():
-        mark, words = "*" if way in best else "", what_fits.WORDS[way]
+        mark, said = "*" if way in best else "", words[way]
         if isinstance(fit, Lacking):
             lacks = f"lacks {format_bytes(fit.num_bytes)} of {fit.what}" if fit.num_bytes else str(fit)
-            rows.append((mark, words, "-", "-", "-", "-", "-", lacks))
+            rows.append((mark, said, "-", "-", "-", "-", "-", lacks))
             continue
         sizes = [format_bytes(size) if size else "-" for size in (fit.gpu, fit.host, fit.disk)]
-        rows.append((mark, words, what_fits.speed_of(fit), *sizes, f"{fit.at_once:,}", fit.how))
+        rows.append((mark, said, what_fits.speed_of(fit), *sizes, f"{fit.at_once:,}", fit.how))
     fitting = [fit for fit in found.values() if isinstance(fit, what_fits.Fit)]
-    typed = columns([(what_fits.WORDS[fit.task], _command(fit, model)) for fit in fitting])
+    typed = columns([(words[fit.task], _command(fit, model, packing)) for fit in fitting])
+    detail = "--batch-size or --precision" if packing is None else f"--lora {what_fits.RANK}"
     where = f"{format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, {format_bytes(bounds.disk)}"
     return [
-        f"{model}, {parameters:,} parameters, on {name}: {where} of disk for a run",
+        f"{model}, {answers.parameters(model):,} parameters{packed}, on {name}: {where} of disk for a run",
         "",
         *(f"  {line}" for line in columns(rows, right=range(2, 7))),
         "",
-        "  * the fastest that fits: to run, to train adapters, to train all weights"
+        f"  * the fastest that fits: to run, to train adapters{'' if packing else ', to train all weights'}"
         if best
         else "  nothing fits: give more --ram or --disk, or a larger card",
         *(["", "  what to type:", *(f"    {line}" for line in typed)] if fitting else []),
         "",
-        "  tokens: of the longest text, or of one forward; of one run in detail: add --batch-size or --precision",
+        f"  tokens: of the longest text, or of one forward; of one run in detail: add {detail}",
         *(f"  assumes {text}" for text in assumptions(place, found)[:2]),
     ]
 
 
-def _command(fit: what_fits.Fit, model: str) -> str:
-    """What runs the model so; FOLDER: where its weights are."""
+def _command(fit: what_fits.Fit, model: str, packing: PackedLinears | None) -> str:
+    """What runs the model, packed in its folder or not, so; FOLDER: where its weights are."""
     if fit.task == "plain":
         return "torch.optim.AdamW(model.parameters())"
     task, _, kind = fit.task.partition("-")
     words = ["--model", "FOLDER" if model in KNOWN_MODELS or model.endswith(".json") else shlex.quote(model)]
     if task == "adapters":
         words += ["--lora", str(what_fits.RANK)]
-    if task in ("run", "adapters") and not kind:
+    if task in ("run", "adapters") and not kind and packing is None:
         words += ["--use-fp4"]
     if fit.batch is None:
         words += [] if fit.resident else ["--fast-memory", f"{fit.gpu // MiB}MiB"]

@@ -34,7 +34,7 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
         unknown = f"model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
         raise ConfigurationError(f"{source}: {unknown}")
     check_fields(fields, source)
-    no_shapes = ("model_type", "dtype", "torch_dtype", "architectures")
+    no_shapes = ("model_type", "dtype", "torch_dtype", "architectures", "quantization_config")
     rest = {name: value for name, value in fields.items() if name not in no_shapes}
     for name, value in rest.items():
         is_size = name.rsplit("_", 1)[-1] in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -14,7 +14,8 @@ import torch
 
 from vblackwell.data.tokenizer import vocab_size_of
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.folders.folder import find_folder, read_json, read_tokenizer, stored_dtype
+from vblackwell.folders.compressed_tensors import not_trained
+from vblackwell.folders.folder import find_folder, read_config, read_json, read_tokenizer, stored_dtype
 from vblackwell.generate.load import model_on_meta
 from vblackwell.kernels.fp4.w4a8 import FP8_CAPABILITY
 from vblackwell.machine.device import BF16_CAPABILITY, choose_device, choose_precision, has_bf16
@@ -23,7 +24,7 @@ from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.config import PRESETS, DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.forecast import Machine
-from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.model_spec import KNOWN_MODELS, packed_in
 from vblackwell.planner.placement import Plan
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields
 from vblackwell.train.auto import bounds_of, make_training_plan, plan_on
@@ -92,9 +93,15 @@ def _model_of(config: TrainConfig) -> tuple[TrainableModel, torch.dtype | None]:
         fields = read_json(Path(config.model))
     if fields is None:
         folder = find_folder(config.model)
-        return trainable(model_on_meta(folder, torch.float32)), stored_dtype(folder)
+        fields, made = read_config(folder), model_on_meta(folder, torch.float32, quantized=config.lora is not None)
+        return replace(trainable(made), packing=packed_in(fields, made)), stored_dtype(folder)
     check_fields(fields, config.model, (("vocab_size",),))
     weights = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), torch.float32)
-    if not_supported_reasons(fields):
-        return trainable(build_causal_lm(dict(fields), config.model, torch.float32).train()), weights
-    return trainable(Decoder(DecoderConfig.from_hf(fields), device="meta", dtype=torch.float32)), weights
+    plain = {name: value for name, value in fields.items() if name != "quantization_config"}
+    if plain != fields and config.lora is None:
+        raise not_trained(config.model, fields["quantization_config"])
+    if not_supported_reasons(plain):
+        made = build_causal_lm(plain, config.model, torch.float32).train()
+    else:
+        made = Decoder(DecoderConfig.from_hf(plain), device="meta", dtype=torch.float32)
+    return replace(trainable(made), packing=packed_in(fields, made)), weights

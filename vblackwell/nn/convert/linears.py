@@ -167,10 +167,12 @@ def store_packed(
 
 def _store(model: nn.Module, chosen: Mapping[str, nn.Linear], form: Format, fine: Collection[str], **how: bool) -> None:
     checks = rounding(how.get("w4a8", False), how.get("w4a4", False))
-    for name, linear in chosen.items() if checks else ():
-        precision = "two-part" if name in fine else form.name
-        checks.check_shape(precision, *sizes_of(linear), f"{name}.weight")
-    made = {linear: StoredFP4Linear(linear, form, fine=name in fine, **how) for name, linear in chosen.items()}
+    made: dict[nn.Module, nn.Module] = {}
+    for name, linear in chosen.items():
+        if checks is not None:
+            precision = "two-part" if name in fine else form.name
+            checks.check_shape(precision, *sizes_of(linear), f"{name}.weight")
+        made[linear] = StoredFP4Linear(linear, form, fine=name in fine, **how)
     replace_modules(model, made)
 
 
