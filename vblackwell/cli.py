@@ -358,8 +358,9 @@ def _bench_flags(parser: Any) -> None:
     add("--batch-size", type=int, help="Sequences in a step, and in a pass; default: a preset's of vb train, else 4.")
     add("--seq-length", type=int, help="Tokens in a sequence; default: a preset's of vb train, else 512, or its limit.")
     add("--steps", type=int, default=7, help="Training steps a rung; the first two are not timed.")
-    add("--rungs", type=str, default="all", help="all, or some of fp32,bf16,fp4,flash,checkpointing.")
-    add("--phases", type=str, default="all", help="all, training or inference.")
+    rungs = "all, or some of fp32,bf16,fp4,flash,checkpointing; of a packed folder packed,flash."
+    add("--rungs", type=str, default="all", help=rungs)
+    add("--phases", type=str, default="all", help="all, training or inference; a packed folder has inference alone.")
     add("--vocab-size", type=int, default=4096, help="Tokens that a preset knows.")
     add("--learning-rate", type=float, default=3e-4, help="Of the training steps.")
     add("--seed", type=int, default=0, help="Of a preset's weights, and of the tokens.")

@@ -71,9 +71,12 @@ def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
         "3",
     ]
     same = [*(["--use-fp4"] if fp4 else []), *(["--fp8-activations"] if fp8 else [])]
-    assert "warning" not in place.vb(*writes, *same).stderr
-    (line,) = (line for line in place.vb(*writes).stderr.splitlines() if "warning" in line)
+    found = place.vb(*writes, *same)
+    assert "warning" not in found.stderr
     how = '{"fp4": "mxfp4", "w4a8": true}' if fp8 else '{"fp4": "nvfp4"}'
+    trained = place.vb(*writes)
+    assert trained.stdout == found.stdout and f"over its base packed by {how}, as it is here" in trained.stderr
+    (line,) = (line for line in place.vb(*writes, "--no-use-fp4").stderr.splitlines() if "warning" in line)
     assert line.startswith(
         f"vb: warning: run/adapter was trained over the base packed by {how}, which here is as it is"
     )

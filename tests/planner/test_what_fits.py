@@ -128,7 +128,7 @@ def test_every_way_of_one_model(capsys):
         lacking = tight[way]
         assert isinstance(lacking, Lacking)
         assert room is None or lacking.num_bytes == bytes_a_parameter * parameters - room * MiB
-    lines = what_fits_command.way_lines("tiny-c", parameters, "a card", place(20 * MiB, host=8 * MiB), tight)
+    lines = what_fits_command.way_lines("tiny-c", answers, "a card", place(20 * MiB, host=8 * MiB), tight)
     assert any(line.split("  ")[-1].startswith("lacks ") and "GPU memory" in line for line in lines)
 
 
@@ -211,7 +211,7 @@ def test_a_sequence_is_not_longer_than_the_model_knows(monkeypatch):
     assert isinstance(trained, Fit) and trained.batch == (32, 2, 1)
     command = what_fits_command._command(trained, "mine")
     assert "--seq-length 32 --batch-size 2 --vgpu-auto" in command and "--placement resident" in command
-    lines = what_fits_command.way_lines("mine", answers.parameters("mine"), "a card", place(8 * GiB), found)
+    lines = what_fits_command.way_lines("mine", answers, "a card", place(8 * GiB), found)
     assert any("sequences of 32 tokens" in line for line in lines)
 
 

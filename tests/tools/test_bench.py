@@ -8,11 +8,14 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.nn.decoder.test_decoder_equality import config, save
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
+from vblackwell.folders.folder import load_state
+from vblackwell.generate.load import load_model
 from vblackwell.nn.decoder.config import PRESETS
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.tools import bench
 from vblackwell.tools.bench import LADDER, Case, bench_command, climb, zipf_tokens
+from vblackwell.tools.quantize import quantize_folder
 from vblackwell.train.config import resolve
 
 SMALL = {"batch_size": 2, "seq_length": 16, "steps": 4}
@@ -152,3 +155,21 @@ def test_a_preset_is_the_model_that_is_trained_by_that_name(capsys, monkeypatch)
     config = resolve({"config": "tiny"})
     assert found["rungs"] == [[config.batch_size, config.seq_length + 1]]
     assert found["parameters"] == PRESETS["tiny"].num_parameters and PRESETS["tiny"].vocab_size == config.vocab_size
+
+
+def test_a_packed_folder_is_measured_as_it_is(folder, capsys):
+    packed, path = folder.parent / "packed", folder.parent / "packed.json"
+    quantize_folder(folder, packed)
+    assert bench_command(str(packed), json=str(path), **SMALL) == 0
+    found = json.loads(path.read_text())
+    assert [row["name"] for row in found["rungs"]] == ["packed", "flash"]
+    assert found["parameters"] == sum(param.numel() for param in load_model(folder).parameters())
+    held = sum(value.nbytes for name, value in load_state(packed))
+    for row in found["rungs"]:
+        assert row["training"] is None and not row["refused"] and row["inference"]["milliseconds"] > 0
+        assert held <= row["inference"]["weight_bytes"] < 1.5 * held, "rotary tables in addition"
+    assert found["rungs"][1]["inference"]["output_change"]["relative"] < 0.02  # bf16, in another order
+    with pytest.raises(Unsupported, match="packed weights are not trained: add --lora 16"):
+        bench_command(str(packed), phases="training", **SMALL)
+    with pytest.raises(ConfigurationError, match="'fp4' is none of packed, flash"):
+        bench_command(str(packed), rungs="fp4", **SMALL)

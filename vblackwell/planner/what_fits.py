@@ -300,7 +300,8 @@ class WhatFits:
         return model.to(torch.bfloat16).train()
 
     def _packed_bytes(self, name: str) -> int:
-        model = _pack(copy.deepcopy(self._model(name)), packing=self.packing(name))
+        packing = self.packing(name)  # whose bytes are the folder's
+        model = _pack(copy.deepcopy(self._model(name)), packing is None, packing)
         return sum(parameter.nbytes for parameter in model.parameters())
 
 

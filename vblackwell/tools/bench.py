@@ -3,7 +3,8 @@ and bring a model on this machine.
 
 Every rung starts from the same weights, sees the same tokens and does what the flags of ``vb train`` do, through the
 resident engine. Inference is one pass over the batch up to the logits after its last token, and then tokens one by one
-with a cache; FP4 linears are packed there. Legend: B batch, S sequence, V vocabulary.
+with a cache; FP4 linears are packed there. Of a packed folder, which does not train, inference is measured as it is
+packed, without and with fused attention. Legend: B batch, S sequence, V vocabulary.
 """
 
 import copy
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.folders.folder import is_hub_id, read_config
+from vblackwell.folders.compressed_tensors import not_trained
+from vblackwell.folders.folder import is_hub_id, read_config, stored_dtype
 from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.machine.device import has_bf16
@@ -34,6 +36,7 @@ from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.decoder.config import PRESET_BATCHES, PRESETS, TOKENIZER_SIZE
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.packed_linear import PackedLinear
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch
@@ -42,6 +45,7 @@ from vblackwell.tools.cost import Measured, measure, synchronize, time_of
 from vblackwell.units import MiB, columns, format_bytes
 
 LADDER = ("fp32", "bf16", "fp4", "flash", "checkpointing")  # each with what those before it have
+PACKED_LADDER = ("packed", "flash")  # of a packed folder
 _FLAGS = ("--mixed-precision", "--use-fp4", "--use-flash-attn", "--gradient-checkpointing")  # of vb train, for the same
 PHASES = ("training", "inference")
 BATCH_SIZE, LONGEST_DEFAULT = 4, 512
@@ -67,10 +71,17 @@ def bench_command(
 
     ``model``: a preset, a Hugging Face folder, or a run of ``vb train``; ``batch_size``, ``seq_length``: None for those
     of ``vb train --config``, and of other models for 4 sequences of 512 tokens, or what the model's limit leaves;
-    ``rungs``, ``phases``: 'all', or names of ``LADDER`` and ``PHASES`` with commas. Raises VBError: no such model,
-    values out of range, a file that cannot be written; nothing was measured.
+    ``rungs``, ``phases``: 'all', or names of ``LADDER`` (of a packed folder ``PACKED_LADDER``) and ``PHASES`` with
+    commas. Raises VBError: no such model, values out of range, a file that cannot be written; nothing was measured.
     """
-    chosen, wanted = _names(rungs, "--rungs", LADDER), _names(phases, "--phases", PHASES)
+    folder = _folder_of(model)
+    stated = None if folder is None else read_config(folder).get("quantization_config")
+    wanted = _names(phases, "--phases", PHASES)
+    if folder is not None and stated:
+        if phases != "all" and "training" in wanted:
+            raise not_trained(folder, stated)
+        wanted = ["inference"]
+    chosen = _names(rungs, "--rungs", PACKED_LADDER if stated else LADDER)
     if steps <= WARM_UP:
         raise ConfigurationError(f"--steps {steps}: give at least {WARM_UP + 1}, the first two are not timed")
     if not 0 < learning_rate < math.inf:
@@ -81,14 +92,19 @@ def bench_command(
     path = None if json is None or json == "-" else Path(json)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigurationError(f"--json {json}: give the name of a file in a folder that exists, or - to print it")
-    subject = _open(model, vocab_size, seq_length, seed)
+    if folder is None:
+        subject: Any = _preset(model, vocab_size, seq_length, seed)
+    else:
+        subject = load_model(folder, "cpu", None if stated else torch.float32)
     length, device = _length(subject, seq_length), torch.device(device)
     known: Any = subject.config if isinstance(subject, Decoder) else subject.config.get_text_config()
     tokens_NBS = zipf_tokens(int(known.vocab_size), (steps, batch_size, length + 1), seed)
-    case = Case(subject, tokens_NBS, device, learning_rate)
+    case = Case(subject, tokens_NBS, device, learning_rate, stored_dtype(folder) if folder and stated else None)
+    linears = [layer for layer in subject.modules() if isinstance(layer, PackedLinear)]
+    packed = sum(layer.in_features * layer.out_features for layer in linears)
     report: dict[str, Any] = {
         "model": model,
-        "parameters": sum(param.numel() for param in subject.parameters()),
+        "parameters": packed + sum(param.numel() for param in subject.parameters()),
         "batch_size": batch_size,
         "seq_length": length,
         "steps": steps,
@@ -121,24 +137,26 @@ def _names(text: str, flag: str, known: tuple[str, ...]) -> list[str]:
 # -- the model and its tokens ------------------------------------------------------------------------------------------
 
 
-def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
-    """The model in fp32 on the CPU."""
+def _preset(name: str, vocab_size: int, seq_length: int | None, seed: int) -> Decoder:
+    """The preset's model in fp32 on the CPU."""
+    if not 2 <= vocab_size < 1 << 31:
+        raise ConfigurationError(f"--vocab-size {vocab_size}: give at least 2")
+    preset = PRESETS[name]
+    longest = (seq_length or 0) + _SPARE
+    shape = replace(preset, vocab_size=vocab_size, max_position=max(longest, preset.max_position))
+    return Decoder(shape, seed=seed, device="cpu")
+
+
+def _folder_of(text: str) -> Path | None:
+    """The folder of the model that is meant; None for a preset."""
     if text in PRESETS:
-        if not 2 <= vocab_size < 1 << 31:
-            raise ConfigurationError(f"--vocab-size {vocab_size}: give at least 2")
-        preset = PRESETS[text]
-        longest = (seq_length or 0) + _SPARE
-        shape = replace(preset, vocab_size=vocab_size, max_position=max(longest, preset.max_position))
-        return Decoder(shape, seed=seed, device="cpu")
+        return None
     if not Path(text).is_dir() and not is_hub_id(text):
         raise ConfigurationError(
             f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "
             "folder or hub id, or a run folder of vb train"
         )
-    folder, _ = resolve_model(text)
-    if read_config(folder).get("quantization_config"):
-        raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
-    return load_model(folder, "cpu", torch.float32)
+    return resolve_model(text)[0]
 
 
 def _length(model: nn.Module, seq_length: int | None) -> int:
@@ -167,14 +185,15 @@ def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: an fp32 ``model`` on the CPU, never changed; int64 tokens there, every step's and the one
-    after.
+    """What is measured: an fp32 ``model`` on the CPU, or one with packed linears in its folder's type, ``packed_in``,
+    never changed; int64 tokens there, every step's and the one after.
     """
 
     model: nn.Module
     tokens_NBS: Tensor
     device: torch.device
     learning_rate: float
+    packed_in: torch.dtype | None = None
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -188,7 +207,7 @@ def climb(case: Case, rungs: Sequence[str], phases: Sequence[str]) -> Iterator[d
     first: dict[str, Any] = {}  # logits and loss of the first rung that ran
     for number, rung in enumerate(rungs, 1):
         refused: dict[str, str] = {}
-        flags = " ".join(_FLAGS[: LADDER.index(rung)])
+        flags = " ".join(_FLAGS[: LADDER.index(rung)]) if case.packed_in is None else ""
         row = {"name": rung, "flags": flags, "attention": "", "training": None, "inference": None, "refused": refused}
         for phase, measured in (("inference", _infer), ("training", _train)):
             if phase not in phases or (phase, rung) == ("inference", "checkpointing"):  # which changes nothing there
@@ -207,12 +226,13 @@ def climb(case: Case, rungs: Sequence[str], phases: Sequence[str]) -> Iterator[d
 
 
 def _has(rung: str, what: str) -> bool:
-    return LADDER.index(rung) >= LADDER.index(what)
+    return rung != "packed" and LADDER.index(rung) >= LADDER.index(what)
 
 
 def _attend(case: Case, rung: str, model: Any) -> tuple[torch.dtype, str]:
     """Chooses the attention that the rung asks for: the type of compute weights, and its name."""
     length, dtype = case.tokens_NBS.shape[2] - 1, torch.bfloat16 if _has(rung, "bf16") else torch.float32
+    dtype = case.packed_in or dtype
     request = training.training_request(training.attention_heads(model), length, dtype, case.device)
     if dtype == torch.bfloat16 and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
@@ -239,8 +259,9 @@ def _infer(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     device, before = case.device, case.allocated_bytes()
     model: Any = copy.deepcopy(case.model)
     dtype, attention = _attend(case, rung, model)
-    model.to(dtype=dtype)
-    if _has(rung, "fp4"):
+    if case.packed_in is None:
+        model.to(dtype=dtype)
+    if case.packed_in is None and _has(rung, "fp4"):
         replace_linears(model, select_linears(model), FusedFP4Linear.from_linear)
     model.to(device).eval()
     for module in model.modules():

@@ -116,7 +116,7 @@ def way_lines(
     ]
 
 
-def _command(fit: what_fits.Fit, model: str, packing: PackedLinears | None) -> str:
+def _command(fit: what_fits.Fit, model: str, packing: PackedLinears | None = None) -> str:
     """What runs the model, packed in its folder or not, so; FOLDER: where its weights are."""
     if fit.task == "plain":
         return "torch.optim.AdamW(model.parameters())"
