@@ -191,10 +191,8 @@ def test_an_estimate_is_of_what_it_can_do(vb, folders):
         assert found["packed"]["format"] == "nvfp4" and found["packed"]["bytes"] == size
         assert set(found["ways"]) == {"run", "adapters"} and set(found["commands"]) == {"run", "adapters"}
         assert all("--use-fp4" not in command for command in found["commands"].values())
-        assert (
-            found["ways"]["run"]["host"]
-            < json.loads(vb("estimate", "base", "--gpu", "RTX 3090", "--json"))["ways"]["run-bf16"]["host"]
-        )
+        if not card:  # no tiles, to which a miniature is padded
+            assert size <= found["ways"]["run"]["host"] < 1.5 * size, "what it has in all levels"
     table = vb("estimate", "nvfp4/config.json", "--gpu", "RTX 3090")
     assert "linears in nvfp4)" in table and "run, as it is packed" in table and "all weights" not in table
     assert "tokens/s" in vb("estimate", "nvfp4", "--gpu", "RTX 3090", "--lora", "4", "--seq-length", "64")
