@@ -188,10 +188,11 @@ def _filling(
 
 
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
-    """Names and tensors (shapes and types) of ``model`` without its adapters' modules, merged, in the order in which
-    they can be had; and what yields names and values, one parameter at a time."""
+    """Names and tensors (shapes and types) of ``model`` without its adapters' modules, merged, and packed ones as the
+    matrices that they stand for, in the order in which they can be had; and what yields names and values, one
+    parameter at a time."""
     entries: list[tuple[str, Tensor]] = [*export_order(model)]
-    if adapted(model) is None:
+    if adapted(model) is None and not any(stored_part(model, name) for name, _ in entries):
         return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
     shapes: dict[str, tuple[int, ...]] = {}
     for name, param in entries:
@@ -208,7 +209,6 @@ def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[
 
 def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     made = adapted(model)
-    assert made is not None
     small = {name: state["weight"].float() for name, state in export_state(model, only=is_adapter)}
     parts: dict[str, Tensor] = {}
     for name, state in export_state(model, only=lambda name: not is_adapter(name)):
@@ -222,7 +222,7 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, leaf = name.rpartition(".base_layer.")
         a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
         weight = weight.float()
-        if leaf == "weight" and a_RK is not None and b_NR is not None:
+        if made is not None and leaf == "weight" and a_RK is not None and b_NR is not None:
             delta_NK = (b_NR @ a_RK) * made.lora.scale
             weight = weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
         yield base_name(name), weight
