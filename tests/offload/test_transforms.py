@@ -1,4 +1,4 @@
-"""What sees the operators of a forward: transforms of torch.func, and checkpointing with a policy."""
+"""What sees the operators of a forward: transforms of torch.func, torch.compile, and checkpointing with a policy."""
 
 from __future__ import annotations
 
@@ -220,3 +220,91 @@ def test_what_a_call_gives_in_a_child_of_a_list_is_read_only(make_stack: MakeSta
     assert type(found) is Tensors and torch.equal(found[0], plain.layers[0].weight.view(-1))
     with pytest.raises(StaleTensor, match="no_grad"):
         found[0].mul_(2)
+
+
+def compiled_forms(model: nn.Module) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return model(2 * x)
+
+    return {form: torch.compile(each, backend="eager") for form, each in (("module", model), ("function", inside))}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("form", ["module", "function", "method", "layer"])
+def test_a_streamed_model_under_torch_compile_is_refused_in_one_line(
+    form: str, training: bool, make_stack: MakeStack, capfd: pytest.CaptureFixture[str]
+):
+    plain, model = both(make_stack)
+    for each in (plain, model):
+        each.train(training)
+    x = torch.randn(3, WIDTH)
+    compiled = model.layers[3] if form == "layer" else model
+    if form in ("method", "layer"):
+        compiled.compile(backend="eager")
+        run = model
+    else:
+        run = compiled_forms(model)[form]
+    with torch.set_grad_enabled(training), pytest.raises(Unsupported, match="leave it out .*placement='resident'") as e:
+        run(x)
+    assert "\n" not in str(e.value)
+    assert capfd.readouterr() == ("", "")  # no page of dynamo's
+    compiled._compiled_call_impl = None
+    wanted = plain(x)
+    assert torch.equal(model(x), wanted)  # and the model is as it was
+    wanted.sum().backward()
+    model(x).sum().backward()
+    found = [param.grad.cpu() for param in model.parameters()]
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["module", "method", "layer"])
+def test_a_compiled_model_is_not_streamed_and_stays_as_it_is(form: str, make_stack: MakeStack):
+    torch.manual_seed(0)
+    model, stack, x = Net(), make_stack(4 << 10), torch.randn(3, WIDTH)
+    wanted = model(x)
+    run = model
+    if form == "module":
+        run = torch.compile(model, backend="eager")
+    else:
+        (model if form == "method" else model.layers[3]).compile(backend="eager")
+    where = {"module": "OptimizedModule", "method": "Net", "layer": "layers.3"}[form]
+    with pytest.raises(Unsupported, match=f"^{where} is compiled: .*leave it out"):
+        enable_vgpu_stack_optimization(run, stack, placement="streamed")
+    assert torch.equal(run(x), wanted) and all(level.used_bytes == 0 for level in stack.levels)
+
+
+@pytest.mark.parametrize("order", ["compiled-first", "enabled-first"])
+def test_a_compiled_model_that_is_resident_trains_to_the_same_bits(order: str, make_stack: MakeStack):
+    torch.manual_seed(0)
+    plain, stack, x = Net(), make_stack(1 << 20), torch.randn(3, WIDTH)
+    model = copy.deepcopy(plain)
+    if order == "compiled-first":
+        model.compile(backend="eager")
+    enable_vgpu_stack_optimization(model, stack, placement="resident")
+    if order == "enabled-first":
+        model.compile(backend="eager")
+    optimizers = [VGPUAdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)]
+    for _ in range(3):
+        losses = [each(x).square().sum() for each in (model, plain)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_each_compiled_part_of_each_streamed_model_is_refused(make_stack: MakeStack, capfd: pytest.CaptureFixture[str]):
+    """Also a part that is called alone, and more often than dynamo traces a function anew."""
+    x = torch.randn(3, WIDTH)
+    for index in range(5):
+        model = enable_vgpu_stack_optimization(Normed(), make_stack(24 << 10), placement="streamed")
+        wanted = model(x)
+        for part in (model, model.layers[index], model.layers[index][0]):
+            with pytest.raises(Unsupported, match="leave it out"):
+                torch.compile(part, backend="eager")(x)
+        assert torch.equal(model(x), wanted)
+    assert capfd.readouterr() == ("", "")

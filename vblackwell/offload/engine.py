@@ -32,12 +32,15 @@ from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.state import GroupState, Level0Budget, Shared, Worker, reserve
 from vblackwell.offload.movement.weights import PackedView, SavedTensor
 from vblackwell.offload.parameters import (
+    AfterForward,
+    BeforeForward,
     SiteHook,
     UsedParameters,
     computing_with_views,
     engine_and_slot,
     is_transformed,
     make_plain,
+    refuse_compiled,
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
@@ -78,6 +81,7 @@ def stream(
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0; ``measured``: as
     `fastest_updates` has it, None: no GPU.
     """
+    refuse_compiled(model)
     levels, updates = spaces_of(stack), FastestUpdates({}, 0.0, 0.0, options.update)
     if measured is not None:
         updates = fastest_updates(model, levels, options, measured)
@@ -186,12 +190,12 @@ class Offload:
                 swap_class(site.module, SlicedLeaf(shared, group, self._slice_rows[group], self.step_control))
                 self._sliced.append(site.module)
             else:
-                enter, leave = SiteHook(partial(self._enter, site)), SiteHook(partial(self._leave, site))
+                enter, leave = BeforeForward(partial(self._enter, site)), AfterForward(partial(self._leave, site))
                 keep(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 keep(site.module.register_forward_hook(leave, always_call=True))
         model = self.model
-        keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True, with_kwargs=True))
-        keep(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
+        keep(model.register_forward_pre_hook(BeforeForward(self._begin_forward), prepend=True, with_kwargs=True))
+        keep(model.register_forward_hook(AfterForward(self._end_forward), always_call=True))
         keep(model.register_state_dict_post_hook(SiteHook(self._end_export)))
         keep(model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)))
         for module in model.modules():

@@ -95,6 +95,28 @@ def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], 
     return _map_tensors(result, guard)
 
 
+_NOT_COMPILED = (
+    "torch.compile would break its graph at every layer of a streamed model, to fetch the weights, and gain nothing: "
+    "leave it out (accelerate=True fuses the operators of a causal model), or use placement='resident'"
+)
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises Unsupported where a module of ``model`` is compiled."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            raise Unsupported(f"{name or type(model).__name__} is compiled: {_NOT_COMPILED}")
+
+
+def _refuse_compiling() -> None:
+    """Raises Unsupported where torch.compile traces the caller. After a graph break what follows runs as Python: the
+    user sees that error and no page of the tracer.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=_NOT_COMPILED)
+        raise Unsupported(_NOT_COMPILED)
+
+
 class ReadOnlyView(Tensor):
     """A view into a loaded weight that was handed out: a snapshot, valid while held; writing to it is refused."""
 
@@ -129,6 +151,7 @@ class OffloadedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        _refuse_compiling()
         if func in _INSTEAD:
             return _INSTEAD[func](*args)
         first = args[0] if args and type(args[0]) is OffloadedParameter else None
@@ -252,6 +275,22 @@ class SiteHook:
 
     def __reduce__(self) -> Any:
         return SiteHook, ()
+
+
+class BeforeForward(SiteHook):
+    """A hook ahead of the forward of a streamed module; raises Unsupported under torch.compile."""
+
+    def __call__(self, *args: Any) -> None:
+        _refuse_compiling()
+        self._call(*args)
+
+
+class AfterForward(SiteHook):
+    """A hook after the forward of a streamed module, called even where the one ahead of it refused torch.compile."""
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._call(*args)
 
 
 # -- which parameters are in use ---------------------------------------------------------------------------------------
