@@ -46,7 +46,7 @@ def actions(name: str) -> Iterator[argparse.Action]:
 def row(action: argparse.Action) -> str:
     """A flag's line of the table."""
     is_switch = isinstance(action.default, bool)
-    flags = [flag for flag in action.option_strings if not flag.startswith("--no-")] or ["MODEL"]
+    flags = [flag for flag in action.option_strings if not flag.startswith("--no-")] or [action.dest.upper()]
     default = f"`{action.default}`" if action.default is not None and not is_switch else ""
     if is_switch:
         default = "on" if action.default else "off"

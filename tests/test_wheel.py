@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import vblackwell
 from tests.cli.conftest import LEVELS, MINIATURE
 
 ROOT = Path(__file__).parents[1]
@@ -22,13 +24,29 @@ print(vblackwell.__file__, flush=True)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vblackwell")
+SOURCES = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "vblackwell",
+)
 
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     done = subprocess.run(words, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def vb(installed: Path, *words: str, cwd: Path) -> str:
+    """What the installed command says, after the line that names its package's file."""
+    found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])  # with what it depends on
+    where = {"PYTHONPATH": found, "XDG_CACHE_HOME": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
+    return run(sys.executable, "-c", PROGRAM, installed / "bin" / "vb", *words, cwd=cwd, **where)
 
 
 def tracked() -> list[str]:
@@ -55,21 +73,37 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_tracked_file_is_in_the_wheel(installed: Path):
     found = {path.relative_to(installed).as_posix() for path in (installed / "vblackwell").rglob("*") if path.is_file()}
-    wanted = {name for name in tracked() if name.startswith("vblackwell/")}
+    names = tracked()
+    wanted = {name for name in names if name.startswith("vblackwell/")}
+    pages = {
+        f"vblackwell/docs/{Path(name).name}" for name in names if name.startswith("docs/") and name.count("/") == 1
+    }
     assert {Path(name).suffix for name in wanted} >= {".py", ".cu", ".cuh", ".json", ".typed"}
-    assert found == wanted
+    assert found == wanted | pages | {"vblackwell/docs/changelog.md"} and len(pages) > 9
+
+
+def test_the_installed_command_prints_the_pages(installed: Path, tmp_path: Path):
+    listed = vb(installed, "docs", cwd=tmp_path)
+    topics = [line.split()[0] for line in listed.split("\n\n")[0].splitlines()[1:]]
+    assert set(topics) == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog"}
+    for topic, page in (("offload", ROOT / "docs/offload.md"), ("changelog", ROOT / "CHANGELOG.md")):
+        assert vb(installed, "docs", topic, cwd=tmp_path).partition("\n")[2] == page.read_text(encoding="utf-8")
+
+
+def test_the_metadata_is_the_packages_and_invents_no_address(installed: Path):
+    (found,) = metadata.distributions(path=[str(installed)])
+    assert found.version == vblackwell.__version__
+    urls = dict(line.split(", ") for line in found.metadata.get_all("Project-URL"))
+    assert {"Repository", "Documentation", "Changelog"} <= set(urls)
+    assert all(url.split("/")[2].endswith(".invalid") for url in urls.values())  # RFC 2606: nobody's
+    assert found.metadata["Description-Content-Type"] == "text/markdown"
 
 
 def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     corpus = tmp_path / "corpus.py"
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])  # with what it depends on
-    where = {"PYTHONPATH": found, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    said = run(
-        sys.executable,
-        "-c",
-        PROGRAM,
-        installed / "bin" / "vb",
+    said = vb(
+        installed,
         "train",
         *MINIATURE,
         *LEVELS,
@@ -82,7 +116,6 @@ def test_the_installed_package_trains(installed: Path, tmp_path: Path):
         "--out",
         "run",
         cwd=tmp_path,
-        **where,
     )
     assert Path(said.splitlines()[0]).is_relative_to(installed)
     steps = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

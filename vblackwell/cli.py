@@ -110,8 +110,9 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if first == "--version":
         from vblackwell import __version__
+        from vblackwell.tools.docs import version
 
-        print(__version__)
+        print(version(__version__))
         return 0
     if first not in COMMANDS:
         choice = f"choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
@@ -368,6 +369,16 @@ def _bench_flags(parser: Any) -> None:
     add("--json", type=str, metavar="FILE", help="Write the numbers there as well; - prints only them.")
 
 
+def _docs_flags(parser: Any) -> None:
+    parser.add_argument("topic", type=str, nargs="?", help="Page to print, e.g. guide; without one: a list of them.")
+
+
+def _docs(given: dict[str, Any]) -> int:
+    from vblackwell.tools.docs import docs_command  # which starts no torch, as `_calling` does
+
+    return docs_command(**given)
+
+
 DOCTOR = "Look at this machine: what it has, how fast it is, what is missing for what."
 BENCH = "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."
 GENERATE = _calling("vblackwell.generate.command:generate_command")
@@ -381,4 +392,5 @@ COMMANDS = {
     ),
     "quantize": Command("Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, QUANTIZE),
     "bench": Command(BENCH, _bench_flags, _calling("vblackwell.tools.bench:bench_command")),
+    "docs": Command("Print a page of the documentation, which is installed with the package.", _docs_flags, _docs),
 }

@@ -1,6 +1,6 @@
 """Conversations: out of files of records, written down by a chat template, and as rows of tokens with masked targets.
 
-The first record tells the kind of all (docs/models.md). A template with ``{% generation %}`` says what the model
+The first record tells the kind of all (`vb docs models`). A template with ``{% generation %}`` says what the model
 writes. For any other, each answer is put between two characters that stand nowhere else, inside the white space it
 begins and ends with, because templates trim; the text without the marks must be the text without marking. Learnt is the
 answer, and the special token after it that ends the turn. A prompt and its completion, both plain text, follow each

@@ -58,7 +58,8 @@ def load_causal_lm(
             `save_causal_lm` the model with them merged); or go on from, or use, those in the folder ``adapter``.
         fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
             keep: which linears, as for `convert`. Of a folder that is packed to it already it changes nothing.
-        w4a8: products of many rows with packed linears, which are mxfp4, round their inputs to FP8 (docs/numerics.md).
+        w4a8: products of many rows with packed linears, which are mxfp4, round their inputs to FP8
+            (`vb docs numerics`).
         w4a4: the same to FP4, with linears in nvfp4 or mxfp4.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
         placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``states`` and so on;

@@ -1,7 +1,8 @@
 """Facts about this machine: memory with its cgroup limits, disks, GPUs and their NUMA nodes, WSL2. Sizes are bytes.
 
 They are read from /proc, /sys, the file system and NVML, which the driver brings: listing GPUs starts no CUDA context
-and works where torch cannot use them, which is when a list with reasons is needed most.
+and works where torch cannot use them, which is when a list with reasons is needed most. So torch is imported only where
+it is asked: `vb --version` answers at once.
 """
 
 import ctypes
@@ -11,11 +12,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from vblackwell.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 RAM_BACKED = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # by the magic number of statfs
 
@@ -27,6 +31,8 @@ def choose_cpu_kernels() -> None:
     like: as detected, then as its tables count it. A thread that comes between the two stores computes its share by
     another function, to 11 bits with AVX-512: one process in some hundred had other cosines than all others.
     """
+    import torch
+
     torch.zeros(1, device="cpu").cos()
 
 
@@ -144,8 +150,10 @@ def numa_node_of_pci(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
     return int(text) if text is not None and int(text) >= 0 else None
 
 
-def pci_of_cuda(device: torch.device) -> str:
+def pci_of_cuda(device: "torch.device") -> str:
     """The place of a CUDA device as /sys has it, e.g. '0000:18:00.0'."""
+    import torch
+
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
@@ -183,13 +191,17 @@ def list_gpus() -> list[GPUFacts]:
 
 def in_cuda_order(gpus: list[GPUFacts]) -> list[GPUFacts]:
     """``gpus`` numbered and ordered as CUDA does here; those that CUDA_VISIBLE_DEVICES hides are left out."""
+    import torch
+
     at = {gpu.pci_bus_id.lower()[-len("0000:18:00.0") :]: gpu for gpu in gpus}
     places = [pci_of_cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return [replace(at[place], index=index) for index, place in enumerate(places) if place in at]
 
 
-def gpu_bytes_left(device: torch.device) -> int:
+def gpu_bytes_left(device: "torch.device") -> int:
     """What torch may still allocate on a GPU: what is free there, cut to the cap of this process."""
+    import torch
+
     allocated, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     free = torch.cuda.mem_get_info(device)[0]
@@ -203,6 +215,8 @@ def hides_gpus() -> bool:
 
 def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     """None where torch can use a GPU; else one sentence: what was found, what is needed, and the remedy."""
+    import torch
+
     if torch.version.cuda is not None and torch.cuda.is_available():  # with kernels for the first GPU?
         arches = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
         major, minor = torch.cuda.get_device_capability(0)
@@ -238,6 +252,8 @@ class HardwareDetector:
     @property
     def l2_cache_size(self) -> int:
         """Bytes of the GPU's L2 cache (starts CUDA); of a CPU core's where torch can use no GPU."""
+        import torch
+
         if torch.cuda.is_available():
             return torch.cuda.get_device_properties(self.device_index).L2_cache_size
         text = (_text(Path("/sys/devices/system/cpu/cpu0/cache/index2/size")) or "0").strip()

@@ -84,7 +84,7 @@ def enable_vgpu_stack_optimization(
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`),
             or 'auto': in RAM, as far as that has room, where level 0 is a GPU.
         states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights;
-            updated on level 0, with or without a GPU). A stated choice: docs/numerics.md says what it changes.
+            updated on level 0, with or without a GPU). A stated choice: `vb docs numerics` says what it changes.
         masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states
             alone.
         rounding_seed: of what is rounded at random. The bits depend on it, the parameter's name, its step and the

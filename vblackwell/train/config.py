@@ -112,8 +112,8 @@ class TrainConfig:
     keep: str | None = None
     """Regular expression for names of linears that --use-fp4 leaves alone in addition."""
     assignment: str | None = None
-    """File of an assignment of precisions (docs/numerics.md): its linears train straight through nvfp4, or through two
-    parts; for the same model alone, and instead of --use-fp4."""
+    """File of an assignment of precisions (`vb docs numerics`): its linears train straight through nvfp4, or through
+    two parts; for the same model alone, and instead of --use-fp4."""
     fp8_activations: bool = False
     """With --lora and --use-fp4: products of 897 rows and more with the base round their inputs to FP8, which is faster
     and changes numbers; gradients pass straight through. The base is packed to mxfp4."""
@@ -153,7 +153,7 @@ class TrainConfig:
     """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
 
     optimizer_states: Literal["fp32", "8bit"] = "fp32"
-    """AdamW's moments: exact, or in 8 bits, a quarter of the bytes, which changes numbers (docs/numerics.md)."""
+    """AdamW's moments: exact, or in 8 bits, a quarter of the bytes, which changes numbers (`vb docs numerics`)."""
     masters: Literal["exact", "stochastic"] = "exact"
     """Weights that AdamW updates: exact fp32, or bf16 rounded at random (with --optimizer-states 8bit and bf16)."""
 

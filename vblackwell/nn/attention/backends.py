@@ -174,7 +174,7 @@ BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
 
 def preference(r: AttentionRequest) -> tuple[str, ...]:
     """Backends in the order in which they are taken where nothing was measured: cuDNN leads on Hopper, flash on older
-    GPUs (docs/attention.md); the CPU takes flash, the interpreter being for tests.
+    GPUs (`vb docs attention`); the CPU takes flash, the interpreter being for tests.
     """
     if r.device == "cpu":
         return ("flash", "math", "triton", "cudnn", "efficient")
