@@ -12,8 +12,7 @@ config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
 model = transformers.AutoModelForCausalLM.from_config(config).train()
 
 cuda = torch.cuda.is_available()
-levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 0.6}]
-stack = vb.VGPUStack({"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]})
+stack = vb.create_vgpu_stack(None if cuda else "0.6MiB")
 vb.enable_vgpu_stack_optimization(model, stack)
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 

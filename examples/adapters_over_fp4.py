@@ -22,8 +22,7 @@ else:
     tokens_BS = torch.arange(96).view(4, 24)
 
 cuda = torch.cuda.is_available()
-levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 0.25}]
-stack = vb.VGPUStack({"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]})
+stack = vb.create_vgpu_stack(None if cuda or text else "0.25MiB")
 lora = vb.Lora(rank=8, alpha=32)
 model = vb.load_causal_lm(source, stack, lora=lora, fp4="nvfp4", compute_dtype=torch.bfloat16 if cuda else None)
 adapters = [param for param in model.parameters() if param.requires_grad]

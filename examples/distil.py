@@ -20,8 +20,7 @@ else:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokens_BS = torch.arange(192).view(8, 24) % 128
 cuda = torch.cuda.is_available()
-levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 0.5}]
-stack = vb.VGPUStack({"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]})
+stack = vb.create_vgpu_stack(None if cuda or text else "0.5MiB")
 teacher = vb.load_causal_lm(teacher_from, stack, "teacher", trainable=False, placement="streamed").eval()
 student = vb.load_causal_lm(student_from, stack, "student", placement="streamed")
 optimizer = vb.VGPUAdamW(student.parameters(), lr=5e-3, max_grad_norm=1.0, update_in_backward=True)

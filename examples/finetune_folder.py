@@ -22,9 +22,8 @@ else:
     tokens_BS = torch.arange(96).view(4, 24)
 
 cuda = torch.cuda.is_available()
-# Without a GPU, level 0 is an arena of half a MiB: the small model's weights alone take more.
-levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 0.5}]
-stack = vb.VGPUStack({"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]})
+# Sized by the machine; for the small model, whose weights alone take more, without a GPU an arena of half a MiB.
+stack = vb.create_vgpu_stack(None if cuda or text else "0.5MiB")
 model = vb.load_causal_lm(source, stack, compute_dtype=torch.bfloat16 if cuda else torch.float32)
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, update_in_backward=True)
 tokens_BS = tokens_BS.to(stack.level0_device)

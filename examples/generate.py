@@ -29,8 +29,7 @@ if len(sys.argv) != 3:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
 
 cuda = torch.cuda.is_available()
-levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 4}]
-stack = vb.VGPUStack({"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]})
+stack = vb.create_vgpu_stack(None if cuda or len(sys.argv) == 3 else "4MiB")
 dtype = torch.bfloat16 if cuda else torch.float32
 model = vb.load_causal_lm(source, stack, dtype=dtype, trainable=False, placement="streamed")
 tokenizer = Tokenizer.from_file(transformers.utils.cached_file(source, "tokenizer.json"))

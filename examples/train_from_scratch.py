@@ -22,8 +22,7 @@ sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hi
 config = transformers.LlamaConfig(**sizes, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
 model = transformers.AutoModelForCausalLM.from_config(config)
 
-fast = "cuda:0" if torch.cuda.is_available() else "arena"
-stack = vb.VGPUStack({"levels": [{"device": fast, "capacity_mb": 0.9}, {"device": "cpu", "capacity_mb": 256}]})
+stack = vb.create_vgpu_stack("0.9MiB", cap_process=False)  # of a GPU level 0 alone: activations are outside
 vb.enable_vgpu_stack_optimization(model, stack, placement="streamed")
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, update_in_backward=True)
 for step in range(1, 19):

@@ -19,10 +19,8 @@ class Regressor(nn.Module):
 
 
 torch.manual_seed(0)
-fast = "cuda:0" if torch.cuda.is_available() else "arena"
-# Weights, gradients and AdamW states take 8 MiB; level 0 may hold one.
-levels = [{"device": fast, "capacity_mb": 1}, {"device": "cpu", "capacity_mb": 64}]
-stack = vb.VGPUStack({"levels": levels})
+# Weights, gradients and AdamW states take 8 MiB; level 0 may hold one (of a GPU, activations are outside).
+stack = vb.create_vgpu_stack("1MiB", cap_process=False)
 model = vb.enable_vgpu_stack_optimization(Regressor(), stack, placement="streamed")
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, update_in_backward=True)
 

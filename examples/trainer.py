@@ -26,10 +26,9 @@ how = {"max_steps": 12, "save_steps": 12, "learning_rate": 1e-2, "lr_scheduler_t
 how |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "weight_decay": 0.1, "logging_steps": 1}
 how |= {"max_grad_norm": 1.0, "use_cpu": not cuda, "dataloader_pin_memory": cuda, "report_to": "none"}
 arguments = transformers.TrainingArguments(out, **how)
-levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 0.5}]
-stack = {"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]}
+stack = vb.create_vgpu_stack(None if cuda or text else "0.5MiB")
 trainer = transformers.Trainer(
-    vb.enable_vgpu_stack_optimization(model, vb.VGPUStack(stack)),
+    vb.enable_vgpu_stack_optimization(model, stack),
     arguments,
     train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     optimizer_cls_and_kwargs=(vb.VGPUAdamW, {"lr": arguments.learning_rate}),
