@@ -15,7 +15,9 @@ import torch
 
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.machine.facts import GPUFacts, MemoryFacts
 from vblackwell.machine.gpus import find_gpu
+from vblackwell.machine.limits import HOST_SHARE, HYPOTHETICAL_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.planner import model_spec, what_fits
 from vblackwell.planner.forecast import Machine
@@ -225,6 +227,29 @@ def test_without_a_gpu_activations_are_outside_the_arena():
 def test_positions_and_words_are_asked_of_the_configuration():
     defaults = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4}
     assert WhatFits({"mine": defaults})._positions("mine") == 1024
+
+
+def test_a_card_that_is_not_here_is_next_to_a_stated_machine(monkeypatch, capsys):
+    """Nothing of this machine is in the answer, which says what it assumed and which flags change that."""
+    here = GPUFacts(0, "NVIDIA GeForce RTX 3070", 8 * GiB, 8 * GiB, (8, 6), "0000:18:00.0", "580", (13, 0), None)
+    facts = MemoryFacts(40 * GiB, 20 * GiB, "machine")
+    monkeypatch.setattr(what_fits_command, "list_gpus", lambda: [here])
+    monkeypatch.setattr(what_fits_command, "memory_facts", lambda: facts)
+    monkeypatch.setattr(what_fits_command, "free_disk_bytes", lambda path: 7 * GiB)
+    ram, disk = HYPOTHETICAL_BYTES
+    _, place, said = what_fits_command.place_of("RTX 3060", None, None)
+    assert (place.bounds.host, place.bounds.disk) == (int(ram * HOST_SHARE), disk)
+    assert len(said) == 2 and "64.0 GiB of RAM" in said[0] and "--ram" in said[0]
+    assert "500 GB" in said[1] and f"{place.rates.disk_read / 1e9:g} GB/s" in said[1] and "--disk" in said[1]
+    _, place, said = what_fits_command.place_of("RTX 3060", "16GiB", None)
+    assert (place.bounds.host, place.bounds.disk) == (12 * GiB, disk) and len(said) == 1 and "--disk" in said[0]
+    _, place, said = what_fits_command.place_of("RTX 3060", None, "0")
+    assert (place.bounds.host, place.bounds.disk) == (int(ram * HOST_SHARE), 0) and len(said) == 1
+    _, place, said = what_fits_command.place_of("RTX 3070", None, None)  # which is here
+    assert (place.bounds.host, place.bounds.disk, said) == (15 * GiB, 7 * GiB, [])
+    monkeypatch.setattr(what_fits, "WhatFits", lambda **more: WhatFits(NAMES[:1], **more))
+    assert what_fits_command.what_fits_command("RTX 3060", None, "1GiB", as_json=False) == 0
+    assert "assumes 64.0 GiB of RAM next to a card" in capsys.readouterr().out
 
 
 def test_refusals():

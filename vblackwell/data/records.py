@@ -28,7 +28,7 @@ COLUMNS = (
     "text", "messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "chosen",
     "rejected", "label", "tools", "functions", "history",
 )  # fmt: skip
-WANTED = "write text, messages, conversations, instruction and output, or prompt and completion (docs/models.md)"
+WANTED = "write text, messages, conversations, instruction and output, or prompt and completion (`vb docs models`)"
 
 
 @contextmanager

@@ -13,6 +13,8 @@ HOST_SHARE = 0.75  # of the RAM that is free, by a plan; the rest is for the pag
 MEASURED_HOST_SHARE = 0.875
 ARENA_SHARE = 0.125  # of that RAM, for level 0 where there is no GPU
 DISK_SHARE = 0.5
+# RAM and disk of a machine that is only thought of, for a card that this one lacks; the disk as fast as Rates has it.
+HYPOTHETICAL_BYTES = 64 * GiB, 500 * 10**9
 MAX_DISK_BYTES = 1024 * GiB
 LATER_BYTES = 300 * MiB  # of CUDA's context that are not there yet: cuBLAS, kernels (758 MiB in all on an H200)
 DISK_THREADS, DISK_PIECE_BYTES = 8, 8 * MiB

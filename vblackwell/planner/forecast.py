@@ -113,6 +113,8 @@ class Forecast:
         self._seconds = functools.cache(self._phase_seconds)
         self._groups = functools.cache(lambda model, formats: find_groups(model, None, None, formats)[0])
         self._updates = functools.cache(self._fastest_updates)
+        # Asked for twice: whether a disk is used, and to predict.
+        self._placed: dict[tuple[Machine, Choice], Placed | Lacking] = {}
 
     def _model(self, checkpointing: bool) -> nn.Module:
         run = self.run if checkpointing == self.run.checkpointing else replace(self.run, checkpointing=checkpointing)
@@ -161,6 +163,14 @@ class Forecast:
 
     def place(self, choice: Choice, trace: Trace | None = None) -> Placed | Lacking:
         """Where the bytes of ``choice`` are, or what it lacks; ``trace``: of its step, where only the bytes matter."""
+        if trace is not None:
+            return self._place(choice, trace)
+        key = self.machine, choice
+        if key not in self._placed:
+            self._placed[key] = self._place(choice)
+        return self._placed[key]
+
+    def _place(self, choice: Choice, trace: Trace | None = None) -> Placed | Lacking:
         formats = Formats(choice.states, self._masters)
         try:
             place = self._place_resident if choice.placement == "resident" else self._place_streamed

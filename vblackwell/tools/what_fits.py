@@ -11,10 +11,17 @@ import torch
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.compressed_tensors import PackedLinears
-from vblackwell.machine.facts import memory_facts
+from vblackwell.machine.facts import list_gpus, memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
-from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, LATER_BYTES, default_disk_path, free_disk_bytes
-from vblackwell.machine.rates import assumed_rates, kept_rates, rates_of
+from vblackwell.machine.limits import (
+    ARENA_SHARE,
+    HOST_SHARE,
+    HYPOTHETICAL_BYTES,
+    LATER_BYTES,
+    default_disk_path,
+    free_disk_bytes,
+)
+from vblackwell.machine.rates import DISK_BYTES_PER_SECOND, assumed_rates, kept_rates, rates_of
 from vblackwell.planner import what_fits
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
@@ -30,15 +37,15 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
     """Print the largest models for a machine (what is None: this one's); 0. Progress goes to standard error. Raises
     ConfigurationError: an unknown card, or a GPU here whose speed is not known.
     """
-    name, place = place_of(gpu, host_memory, disk_memory)
+    name, place, assumed = place_of(gpu, host_memory, disk_memory)
     answers = what_fits.WhatFits(say=lambda text: print(f"trying to {text}", file=sys.stderr, flush=True))
     found = [fit for task in what_fits.TASKS for fit in answers.largest(task, place)]
     if as_json:
         values = {"machine": name, "bounds": asdict(place.bounds), "rates": place.rates.source}
-        values |= {"fits": [asdict(fit) for fit in found], "assumptions": assumptions(place)}
+        values |= {"fits": [asdict(fit) for fit in found], "assumptions": [*assumed, *assumptions(place)]}
         print(json.dumps(values, indent=2))
     else:
-        print("\n".join(lines(name, place, found)))
+        print("\n".join([*lines(name, place, found), *(f"  assumes {text}" for text in assumed)]))
     return 0
 
 
@@ -47,7 +54,7 @@ def ways_command(
 ) -> int:
     """Print how a machine trains, adapts and runs ``model``, whose config.json has these ``fields``; 0. Raises as
     `what_fits_command`, and ConfigurationError where the fields are no causal model's."""
-    name, place = place_of(gpu, host_memory, disk_memory)
+    name, place, assumed = place_of(gpu, host_memory, disk_memory)
     check_fields(dict(fields), model, (("vocab_size",),))
     answers = what_fits.WhatFits({model: fields})
     found = answers.ways(model, place)
@@ -56,7 +63,7 @@ def ways_command(
         values |= {
             "bounds": asdict(place.bounds),
             "rates": place.rates.source,
-            "assumptions": assumptions(place, found)[:2],
+            "assumptions": [*assumed, *assumptions(place, found)[:2]],
         }
         ways = {way: asdict(fit) for way, fit in found.items()}  # of what is lacking: how much of what
         packing = answers.packing(model)
@@ -65,7 +72,8 @@ def ways_command(
         commands = {way: _command(fit, model, packing) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
         print(json.dumps(values | {"ways": ways, "best": best_of(found), "commands": commands}, indent=2))
     else:
-        print("\n".join(way_lines(model, answers, name, place, found)))
+        shown = way_lines(model, answers, name, place, found)
+        print("\n".join([*shown, *(f"  assumes {text}" for text in assumed)]))
     return 0
 
 
@@ -137,20 +145,32 @@ def _command(fit: what_fits.Fit, model: str, packing: PackedLinears | None = Non
     return " ".join(["vb train", *words, "--vgpu-auto"])
 
 
-def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Machine]:
-    """The machine in words, and what a run may take of it: of its RAM the share that ``--vgpu-auto`` takes."""
-    ram = memory_facts().available_bytes if host_memory is None else some_bytes(host_memory, "--ram")
+def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Machine, list[str]]:
+    """The machine in words, what a run may take of it (of its RAM the share that ``--vgpu-auto`` takes), and what that
+    assumes. What is not given is this machine's, but of a card that it lacks `HYPOTHETICAL_BYTES`."""
+    card = None if gpu is None else find_gpu(gpu)
+    ram = None if host_memory is None else some_bytes(host_memory, "--ram")
+    disk = None if disk_memory is None else parse_bytes(disk_memory, "--disk")
+    assumed = list[str]()
+    if card is not None and all(known_as(found.name) != card for found in list_gpus()):
+        usual_ram, usual_disk = HYPOTHETICAL_BYTES
+        if ram is None:
+            assumed += [f"{format_bytes(usual_ram)} of RAM next to a card that this machine lacks: --ram changes it"]
+        if disk is None:
+            speed = f"{DISK_BYTES_PER_SECOND / 1e9:g} GB/s each way"
+            assumed += [f"{usual_disk / 1e9:g} GB of an NVMe disk, {speed}, in the same way: --disk changes it"]
+        ram, disk = usual_ram if ram is None else ram, usual_disk if disk is None else disk
+    ram = memory_facts().available_bytes if ram is None else ram
+    disk = free_disk_bytes(default_disk_path()) if disk is None else disk
     host = int(ram * HOST_SHARE)
-    disk = free_disk_bytes(default_disk_path()) if disk_memory is None else parse_bytes(disk_memory, "--disk")
-    if gpu is not None:
-        card = find_gpu(gpu)
+    if card is not None:
         bounds = Bounds(card.total_bytes - context_bytes(card.capability), host, disk)
-        return card.name, Machine(bounds, rates_of(card), capability=card.capability)
+        return card.name, Machine(bounds, rates_of(card), capability=card.capability), assumed
     if not torch.cuda.is_available():
         from vblackwell.offload.measure import cpu_rates  # with all of the runtime, which a named card does without
 
         bounds = Bounds(int(ram * ARENA_SHARE), host, disk)
-        return "this machine, without a GPU", Machine(bounds, cpu_rates(), has_gpu=False)
+        return "this machine, without a GPU", Machine(bounds, cpu_rates(), has_gpu=False), assumed
     name = torch.cuda.get_device_name(0)
     rates, known = kept_rates(name), known_as(name)
     if rates is None and known is not None:
@@ -158,7 +178,7 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     if rates is None:
         raise ConfigurationError(f"the speed of {name} is not known yet: run vb doctor first")
     bounds = Bounds(torch.cuda.mem_get_info(0)[0] - LATER_BYTES, host, disk)
-    return name, Machine(bounds, rates, capability=torch.cuda.get_device_capability(0))
+    return name, Machine(bounds, rates, capability=torch.cuda.get_device_capability(0)), assumed
 
 
 def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str]:
