@@ -29,6 +29,7 @@ from vblackwell.offload.measure import (
     rates_together,
     update_elements,
 )
+from vblackwell.trace.work import Work, phase_seconds
 from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
@@ -227,3 +228,24 @@ def test_adding_up_takes_less_than_an_update(monkeypatch: pytest.MonkeyPatch):
     memory, 36 MiB here, which glibc takes from the system every time, it takes longer than an update: 0.7."""
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=time.process_time))  # whatever else runs
     assert 1.1 < adds_per_update(HostUpdate(9 << 20)) < 8
+
+
+def test_a_cpu_multiplies_in_each_type_at_the_rate_of_a_linear_layer_in_that_type(monkeypatch):
+    """All three products of it, for the slowest decides: of one CPU bf16 was at 3, 0.3 and 5 GFLOP/s, fp32 at 17."""
+    asked, took = list[torch.dtype](), {torch.float32: 0.1, torch.bfloat16: 2.5}
+    seconds = iter((1.0, 8.0, 1.0))
+    monkeypatch.setattr(measuring, "seconds_of", lambda action, **limit: next(seconds))
+    assert measuring.cpu_linear_gflops(torch.bfloat16, 64) == pytest.approx(3 * 2 * 64**3 / 10 / 1e9)
+
+    def measured(dtype: torch.dtype, size: int) -> float:
+        asked.append(dtype)
+        return 1 / took[dtype]
+
+    monkeypatch.setattr(measuring, "cpu_linear_gflops", measured)
+    monkeypatch.setattr(measuring, "host_copy_gbps", lambda num_bytes: 4.0)
+    monkeypatch.setattr(measuring, "issue_seconds", lambda device: 1e-5)
+    rates = measuring.cpu_rates()
+    assert set(asked) == set(took) and rates.matmul_fp32 == 1e10 and rates.matmul_half == 4e8
+    work = [Work("forward", flops=1e9, width=width, kind="") for width in (2, 4)]
+    half, fp32 = (phase_seconds([each], rates, waits=True)["forward"] for each in work)
+    assert half / fp32 == pytest.approx(25, rel=0.01)

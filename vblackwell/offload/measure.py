@@ -38,6 +38,7 @@ from vblackwell.trace.work import LOOP
 from vblackwell.units import MiB
 
 COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
+LINEAR_SECONDS = 0.05  # of a product on the CPU that is so slow
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 DISK_SECONDS = 4.0  # each way: a slow disk is measured once
@@ -136,6 +137,16 @@ def cpu_matmul_gflops(size: int = 1024) -> float:
     """fp32 matrix product of ``size`` cubed, in GFLOP/s."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     return 2 * size**3 / seconds_of(lambda: a @ b) / 1e9
+
+
+def cpu_linear_gflops(dtype: torch.dtype, size: int) -> float:
+    """The three products of a linear layer's forward and backward on ``size`` rows, ``size`` wide, in GFLOP/s. Their
+    operands lie differently: where a CPU has no instructions for ``dtype``, one may take ten times as long.
+    """
+    x, w, dy = (torch.randn(size, size, dtype=dtype) for _ in range(3))
+    products: tuple[Action, ...] = (lambda: x @ w.t(), lambda: dy @ w, lambda: dy.t() @ x)
+    seconds = sum(seconds_of(product, limit_seconds=LINEAR_SECONDS) for product in products)
+    return 2 * len(products) * size**3 / seconds / 1e9
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -281,12 +292,11 @@ def group_seconds(device: torch.device, update: str = "device") -> float:
 
 
 def cpu_rates() -> Rates:
-    """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: a tenth of a second."""
-    copied, flops = host_copy_gbps(QUICK_COPY_BYTES) * 1e9, cpu_matmul_gflops(512) * 1e9
+    """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: some tenths of a second."""
+    copied = host_copy_gbps(QUICK_COPY_BYTES) * 1e9
+    flops, half = cpu_linear_gflops(torch.float32, 512) * 1e9, cpu_linear_gflops(torch.bfloat16, 256) * 1e9
     memory, link, issue = 2 * copied, (copied, copied, copied / 2, copied / 2), issue_seconds(torch.device("cpu"))
-    return Rates(
-        flops, flops, memory, *link, memory / CPU_UPDATE_BYTES, issue, source="products and copies on this CPU"
-    )
+    return Rates(half, flops, memory, *link, memory / CPU_UPDATE_BYTES, issue, source="products and copies on this CPU")
 
 
 def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates:
