@@ -66,6 +66,11 @@ class UnknownKey(VBError, KeyError):
     __str__ = Exception.__str__  # KeyError's own shows the text as Python would type it
 
 
+def likeness(one: str, other: str) -> float:
+    """How alike two names are, from 0 to 1."""
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'lru'?"``-like ending for a sentence about an unknown ``name``; empty where nothing is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, likeness
 from vblackwell.units import GiB, MiB
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200, where no card is named
@@ -37,15 +37,21 @@ RTX 2080 Ti      11  7.5  68   53.8  13.4   616 3     50
 A100 40GB        40  8.0 108  312.0  19.5  1555 4    300
 A100 80GB        80  8.0 108  312.0  19.5  2039 4    300
 RTX 3060         12  8.6  28   25.3  12.7   360 4      0
+RTX 3060 Ti       8  8.6  38   32.4  16.2   448 4      0
 RTX 3070          8  8.6  46   40.6  20.3   448 4      0
+RTX 3070 Ti       8  8.6  48   43.5  21.7   608 4      0
 RTX 3080         10  8.6  68   59.5  29.8   760 4      0
+RTX 3080 Ti      12  8.6  80   68.2  34.1   912 4      0
 RTX 3090         24  8.6  82   71.0  35.6   936 4  56.25
 A10              24  8.6  72  125.0  31.2   600 4      0
 A40              48  8.6  84  149.7  37.4   696 4  56.25
 A6000            48  8.6  84  154.8  38.7   768 4  56.25
 RTX 4060          8  8.9  24   30.2  15.1   272 3      0
+RTX 4060 Ti 8GB   8  8.9  34   44.0  22.1   288 3      0
 RTX 4060 Ti 16GB 16  8.9  34   44.0  22.1   288 3      0
 RTX 4070         12  8.9  46   58.3  29.1   504 4      0
+RTX 4070 Super   12  8.9  56   71.0  35.5   504 4      0
+RTX 4070 Ti      12  8.9  60   80.2  40.1   504 4      0
 RTX 4080         16  8.9  76   97.5  48.7   717 4      0
 RTX 4090         24  8.9 128  165.2  82.6  1008 4      0
 L4               24  8.9  58  121.0  30.3   300 4      0
@@ -54,6 +60,7 @@ H100             80  9.0 132  989.0  67.0  3350 5    450
 H200            141  9.0 132  989.0  67.0  4800 5    450
 B200            180 10.0 148 2250.0  80.0  8000 5    900
 RTX 5070         12 12.0  48   61.7  30.9   672 5      0
+RTX 5070 Ti      16 12.0  70   87.9  43.9   896 5      0
 RTX 5080         16 12.0  84  112.6  56.3   960 5      0
 RTX 5090         32 12.0 170  209.5 104.8  1792 5      0
 """
@@ -71,31 +78,57 @@ def _read(line: str) -> KnownGPU:
 
 GPUS: dict[str, KnownGPU] = {gpu.name: gpu for gpu in map(_read, _TABLE.strip().splitlines())}
 
+# What vendors and drivers add to a name, and no other card has instead; 'Ti', 'Super', 'Laptop' and 'NVL' do make one.
+_MAKERS = "nvidia|geforce|tesla|quadro|rtx|gtx|gpu|graphics|card|pcie|sxm[2-9]?|hbm[23]e?"
+
+
+def _read_name(text: str) -> tuple[frozenset[str], int | None]:
+    """What tells a card from others, and its memory in GB where that is said: 'rtx4060ti 16gb' -> {4060, ti}, 16."""
+    text = re.sub(r"[-_/()\s]+", " ", text.lower())
+    text = re.sub(r"(?<=\d)(?=ti\b|super\b|ti ?super\b)|(?<=\dti)(?=super\b)|(?<=[rg]tx)(?=[a\d])", " ", text)
+    said = re.search(r"\b(\d+) ?g(?:i?b)?\b", text) or re.search(r"(?<=\d )(\d{2,3})$", text)
+    rest = text if said is None else text[: said.start()] + text[said.end() :]
+    words = frozenset(word for word in rest.split() if not re.fullmatch(_MAKERS, word))
+    return words, None if said is None else int(said[1])
+
+
+def _sold_gb(card: KnownGPU) -> int:
+    """The memory that the card is sold with."""
+    return round(card.total_bytes / (10**9 if card.total_bytes % GiB else GiB))
+
+
+def _matching(name: str) -> tuple[list[KnownGPU], list[KnownGPU]]:
+    """The cards of that ``name`` whatever their memory, and those of them with the memory that it says."""
+    words, size = _read_name(name)
+    alike = [gpu for gpu in GPUS.values() if _read_name(gpu.name)[0] == words]
+    return alike, [gpu for gpu in alike if size in (None, _sold_gb(gpu))]
+
+
+def known_as(name: str) -> KnownGPU | None:
+    """The one card that people or a driver call ``name``, e.g. 'rtx4070' or 'NVIDIA H100 80GB HBM3'; None where there
+    is none, or the memory tells two apart that ``name`` does not."""
+    found = _matching(name)[1]
+    return found[0] if len(found) == 1 else None
+
 
 def find_gpu(name: str) -> KnownGPU:
-    """The card called ``name``, whatever its case and spaces; else ConfigurationError with the nearest name."""
-    wanted = "".join(_words(name))
-    for gpu in GPUS.values():
-        if "".join(_words(gpu.name)) == wanted:
-            return gpu
-    numbers = re.findall(r"\d+", wanted)[:1]  # as in '4090ti'
-    meant = [f"; did you mean {each!r}?" for each in GPUS if numbers and numbers[0] in each.split()]
-    near = nearest(name, GPUS) or nearest(wanted.upper(), GPUS) or "".join(meant[:1])
-    raise ConfigurationError(
-        f"GPU {name!r} is not in the table{near}; known: {', '.join(GPUS)}; or give --gpu-memory alone"
-    )
-
-
-def _words(name: str) -> list[str]:
-    words = name.lower().replace("-", " ").replace("_", " ").split()
-    return [word for word in words if word not in ("nvidia", "geforce", "tesla")]
-
-
-def known_as(driver_name: str) -> KnownGPU | None:
-    """The card whose words are all in a driver's name, e.g. 'NVIDIA H100 80GB HBM3'; None where there is none."""
-    words = set(_words(driver_name))
-    found = [gpu for gpu in GPUS.values() if set(_words(gpu.name)) <= words]
-    return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
+    """As `known_as`; where that is None ConfigurationError, with the names that could be meant."""
+    if (card := known_as(name)) is not None:
+        return card
+    alike, found = _matching(name)
+    names = " or ".join(repr(gpu.name) for gpu in alike)
+    if found:
+        raise ConfigurationError(f"GPU {name!r} is sold with different memory: give {names}")
+    if alike:
+        sizes = " or ".join(f"{_sold_gb(gpu)} GB" for gpu in alike)
+        raise ConfigurationError(f"GPU {name!r}: the table has this card with {sizes}: give {names}, or --gpu-memory")
+    words = "".join(sorted(_read_name(name)[0]))
+    by_words = {"".join(sorted(_read_name(each)[0])): each for each in GPUS}
+    number = re.search(r"\d{2,}", words)
+    near = sorted(by_words, key=lambda each: (number is None or number[0] not in each, -likeness(words, each)))
+    choice = ", ".join(repr(by_words[each]) for each in near[:3])
+    advice = "vb estimate --list shows all, and --gpu-memory alone plans for any other"
+    raise ConfigurationError(f"GPU {name!r} is not in the table; the nearest: {choice}; {advice}")
 
 
 # Of the offload runtime's kernels and streams: three streamed runs on an H200 had 828 MiB in all, plain ones 742-762.
