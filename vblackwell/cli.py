@@ -184,6 +184,7 @@ def _calling(where: str) -> Callable[[dict[str, Any]], int]:
     """What calls ``where``, a module and a function, with what was given and the device that is meant."""
 
     def run(given: dict[str, Any]) -> int:
+        _refuse_out_of_reach(given)
         from vblackwell.machine.device import choose_device
 
         command = pkgutil.resolve_name(where)
@@ -193,6 +194,14 @@ def _calling(where: str) -> Callable[[dict[str, Any]], int]:
         return command(**given)
 
     return run
+
+
+def _refuse_out_of_reach(given: dict[str, Any]) -> None:
+    """Raises ConfigurationError for a hub id that is neither here nor to be fetched, before torch is imported."""
+    if (model := given.get("model")) is not None and "/" in model:
+        from vblackwell.folders.hub import check_reachable
+
+        check_reachable(model)
 
 
 MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
@@ -225,6 +234,7 @@ def _train(given: dict[str, Any]) -> int:
         from vblackwell.data.documents import check_path
 
         check_path(Path(config.data))
+    _refuse_out_of_reach({"model": config.model})
     from vblackwell.train.run import train  # and torch, where the settings are good
 
     return train(config)
@@ -304,6 +314,7 @@ def _estimate_flags(parser: Any) -> None:
     add("--gpus", type=int, help="Number of such GPUs: what dividing all states among them (FSDP) makes of it.")
     add("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
     add("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
+    _add_switch(parser, "--list", "Print the models and GPUs that are known by name.")
     _add_switch(parser, "--gradient-checkpointing", "Recompute blocks in backward.")
     _add_switch(parser, "--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
     _add_switch(parser, "--json", "Print the estimate as JSON.")
@@ -321,6 +332,15 @@ def _of_training() -> list[str]:
 
 
 def _estimate(given: dict[str, Any]) -> int:
+    from vblackwell.nn.decoder.config import PRESETS
+    from vblackwell.planner.known_models import known_lines, known_name
+
+    if given.pop("list", False):
+        print("\n".join(known_lines(PRESETS)))
+        return 0
+    if "model" in given:
+        given["model"] = known_name(given["model"], PRESETS) or given["model"]
+    _refuse_out_of_reach(given)
     known = ("gpu", "host_memory", "disk_memory", "json")
     of_a_run = [name for name in given if name not in (*known, "model")]
     if "model" not in given and of_a_run:
@@ -331,7 +351,6 @@ def _estimate(given: dict[str, Any]) -> int:
     atexit.register(gc.freeze)
     try:
         if "model" not in given or not of_a_run:
-            from vblackwell.nn.decoder.config import PRESETS
             from vblackwell.planner.model_spec import fields_of
             from vblackwell.tools.what_fits import ways_command, what_fits_command
 

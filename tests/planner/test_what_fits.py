@@ -22,7 +22,7 @@ from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.planner import model_spec, what_fits
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.memory_estimate import Run
-from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.placement import Bounds, Lacking
 from vblackwell.planner.what_fits import MIN_SPEED, Fit, WhatFits, row_of
 from vblackwell.tools import what_fits as what_fits_command
@@ -253,7 +253,7 @@ def test_a_card_that_is_not_here_is_next_to_a_stated_machine(monkeypatch, capsys
 
 
 def test_refusals():
-    with pytest.raises(ConfigurationError, match="did you mean 'RTX 3090'"):
+    with pytest.raises(ConfigurationError, match="the nearest: 'RTX 3090'"):
         what_fits_command.place_of("RTX 3091", None, None)
     with pytest.raises(ConfigurationError, match="--ram 'plenty'"):
         what_fits_command.place_of("RTX 3090", "plenty", None)

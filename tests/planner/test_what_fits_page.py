@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from vblackwell.machine.rates import assumed_rates
-from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.what_fits import TASKS, WORDS, WhatFits
 from vblackwell.tools import what_fits as command
 

@@ -6,10 +6,7 @@ fetched.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import CommitFolder
+from vblackwell.folders.hub import cached_or_fetched, is_hub_id
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
 from vblackwell.units import GiB
 
@@ -179,7 +177,6 @@ def some_names(names: list[str]) -> str:
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 LEFT_OUT = ["*/*", "consolidated*"]  # the same weights once more in other forms, as large as those that are read
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_folder(model: str | Path, revision: str | None = None) -> Path:
@@ -205,32 +202,4 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         tensor_files(found)
         return found
 
-    return _cached_or_fetched(model, fetched, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT)
-
-
-def find_config(model: str) -> Path:
-    """The config.json of a hub id; no weights are fetched for it. Raises ConfigurationError as `find_folder`."""
-    from huggingface_hub import hf_hub_download
-
-    return Path(_cached_or_fetched(model, partial(hf_hub_download, model, "config.json")))
-
-
-def is_hub_id(model: str) -> bool:
-    return _ID.fullmatch(model) is not None
-
-
-def _cached_or_fetched(model: str, fetch: Callable[..., Any], **options: Any) -> Any:
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
-
-    # What is not in the cache, or in part, is downloaded; an id that cannot be one is told of there.
-    with suppress(EntryNotFoundError, HFValidationError, ConfigurationError, CorruptData):
-        return fetch(local_files_only=True)
-    try:
-        return fetch(**options)
-    except (EntryNotFoundError, OSError, ValueError, CorruptData) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigurationError(
-            f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). "
-            f"Where there is a network run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; "
-            "or check the id"
-        ) from error
+    return cached_or_fetched(model, fetched, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT)

@@ -24,7 +24,8 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.compressed_tensors import PackedLinears
-from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, stored_dtype, tensor_files
+from vblackwell.folders.folder import load_state, read_json, some_names, stored_dtype, tensor_files
+from vblackwell.folders.hub import is_hub_id
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, bytes_of
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.quantized import PackedWeights, Packing

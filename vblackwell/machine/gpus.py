@@ -25,6 +25,11 @@ class KnownGPU:
     link_bytes: float
     nvlink_bytes: float
 
+    @property
+    def sold_gb(self) -> int:
+        """The memory that the card is sold with, in GB."""
+        return round(self.total_bytes / (10**9 if self.total_bytes % GiB else GiB))
+
 
 # Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8: one generation less),
 # GB/s of NVLink each way: links of 25 GB/s (V100, A100, H100, H200), 14.06 (RTX 3090, A40, A6000) or 50 (B200).
@@ -92,16 +97,21 @@ def _read_name(text: str) -> tuple[frozenset[str], int | None]:
     return words, None if said is None else int(said[1])
 
 
-def _sold_gb(card: KnownGPU) -> int:
-    """The memory that the card is sold with."""
-    return round(card.total_bytes / (10**9 if card.total_bytes % GiB else GiB))
+def _spellings(gpu: KnownGPU) -> list[str]:
+    """The card's name and its memory without spaces, with and without its series."""
+    name = re.sub(r" |\d+GB$", "", gpu.name).lower()
+    return [f"{each}{gpu.sold_gb}gb" for each in (name, name.removeprefix("rtx").removeprefix("gtx"))]
 
 
 def _matching(name: str) -> tuple[list[KnownGPU], list[KnownGPU]]:
     """The cards of that ``name`` whatever their memory, and those of them with the memory that it says."""
     words, size = _read_name(name)
     alike = [gpu for gpu in GPUS.values() if _read_name(gpu.name)[0] == words]
-    return alike, [gpu for gpu in alike if size in (None, _sold_gb(gpu))]
+    if not alike:  # without any spaces, as in 'a10080gb'
+        spelled = re.sub(r"\W", "", name.lower())
+        alike = [gpu for gpu in GPUS.values() if spelled in _spellings(gpu)]
+        size = None
+    return alike, [gpu for gpu in alike if size in (None, gpu.sold_gb)]
 
 
 def known_as(name: str) -> KnownGPU | None:
@@ -120,8 +130,9 @@ def find_gpu(name: str) -> KnownGPU:
     if found:
         raise ConfigurationError(f"GPU {name!r} is sold with different memory: give {names}")
     if alike:
-        sizes = " or ".join(f"{_sold_gb(gpu)} GB" for gpu in alike)
-        raise ConfigurationError(f"GPU {name!r}: the table has this card with {sizes}: give {names}, or --gpu-memory")
+        sizes = " or ".join(f"{gpu.sold_gb} GB" for gpu in alike)
+        advice = f"give {names}, or --gpu-memory of another"
+        raise ConfigurationError(f"GPU {name!r}: the table has this card with {sizes}: {advice}")
     words = "".join(sorted(_read_name(name)[0]))
     by_words = {"".join(sorted(_read_name(each)[0])): each for each in GPUS}
     number = re.search(r"\d{2,}", words)

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,21 +13,21 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
+from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.folders.compressed_tensors import PackedLinears, not_trained, packed_linears
-from vblackwell.folders.folder import find_config, is_hub_id, read_config, read_json
+from vblackwell.folders.folder import read_config, read_json
+from vblackwell.folders.hub import find_config, is_hub_id
 from vblackwell.machine.facts import memory_facts
 from vblackwell.nn.convert.linears import find_linears
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.planner.known_models import KNOWN_MODELS, known_name, unknown_model
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields, language_loss
 from vblackwell.trace.recorder import StoragesWithBytes
 from vblackwell.trace.trace import Untraceable, brief, on_meta
 from vblackwell.units import format_bytes
 
 MAX_TOKENS = 1 << 28
-# The shapes that authors published, as fields of transformers' configurations.
-KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text("utf-8"))
 
 
 def check_batch(batch_size: int, seq_length: int) -> None:
@@ -58,6 +57,7 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
     """A preset of ``decoders``, a known name, a folder, a config.json, a hub id, or ``package.module:factory``. Raises
     CorruptData (no JSON object), ConfigurationError, and InsufficientMemory (a factory that needs bytes, and too many).
     """
+    text = known_name(text, decoders) or text
     if text in decoders:
         return of_decoder(text, decoders[text])
     fields = fields_of(text)
@@ -68,16 +68,14 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
         return of_config(fields, text, seq_length)
     if ":" in text:
         return _of_factory(text)
-    names = [*decoders, *KNOWN_MODELS]
-    known = f"{', '.join(names)}, a Hugging Face folder or hub id, a config.json, or package.module:factory"
-    raise ConfigurationError(f"model {text!r} is unknown{nearest(text, names)}; give one of {known}")
+    raise unknown_model(text, decoders)
 
 
 def fields_of(text: str) -> dict[str, Any] | None:
     """The fields of the config.json that a known name, a folder, a config.json or a hub id stands for; None of others.
     Raises CorruptData: it is no JSON object."""
-    if text in KNOWN_MODELS:
-        return KNOWN_MODELS[text]
+    if (name := known_name(text)) is not None:
+        return KNOWN_MODELS[name]
     path = Path(text)
     if path.is_dir():
         return read_config(path)

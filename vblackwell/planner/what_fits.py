@@ -6,8 +6,9 @@ lanes; without a model, from the largest that its states do not already rule out
 
 - *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 x 1,024 tokens a step, in few forwards.
 - *adapters*: LoRA of rank 16 on every linear over a frozen base in bf16, or packed to nvfp4; the same batch.
-- *run*: one text of at most 2,048 tokens, linears in bf16, or packed to nvfp4. A token reads all weights and its keys
-  and values once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
+- *run*: one text of at most 2,048 tokens, linears in bf16, or packed to nvfp4. A token reads its keys and
+  values and all weights once, of experts those that it meets; what does not stay on the GPU crosses the link, experts
+  that it does not meet as well, or comes from the disk, meanwhile.
 - *plain*: PyTorch alone: fp32, AdamW, one sequence of 1,024 tokens a step.
 """
 
@@ -36,8 +37,9 @@ from vblackwell.offload.layout.generation import (
 )
 from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
+from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.memory_estimate import Run, allocatable_bytes
-from vblackwell.planner.model_spec import KNOWN_MODELS, of_config, packed_in
+from vblackwell.planner.model_spec import of_config, packed_in
 from vblackwell.planner.placement import Choice, Lacking, Space
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
@@ -170,7 +172,8 @@ class WhatFits:
         on_disk = state - bounds.gpu - bounds.host
         ways = 1 / rates.disk_read + (1 / rates.disk_write if trains else 0.0)
         fields = self._fields[name]  # of experts a token meets the chosen ones, at least
-        active = parameters * fields.get("num_experts_per_tok", 1) / fields.get("num_local_experts", 1)
+        experts = fields.get("num_local_experts") or fields.get("num_experts") or 1
+        active = parameters * fields.get("num_experts_per_tok", 1) / experts
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
         return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
 
@@ -248,16 +251,19 @@ class WhatFits:
         return Fit("plain", name, parameters, speed, taken, 0, 0, True, "resident", run.seq_length, shape)
 
     def _run(self, way: str, name: str, place: Machine, packed: bool) -> Fit | Lacking:
-        shape, sizes, per_token, work = self._decoding(name, packed, place.capability, place.has_gpu)
+        shape, stays, sizes, per_token, work = self._decoding(name, packed, place.capability, place.has_gpu)
         bounds, rates = place.bounds, place.rates
         workspace = workspace_bytes(bounds.gpu)
         free, whole = bounds.gpu - workspace, sum(sizes)
         if whole > bounds.host + bounds.disk:
             return Lacking("RAM and disk", whole - bounds.host - bounds.disk)
-        if free < 2 * max(sizes):
-            return Lacking("GPU memory", 2 * max(sizes) - free)
+        least = 2 * max(sizes) + (shape.num_bytes if stays else 0)
+        if free < least:
+            return Lacking("GPU memory", least - free)
         try:
             budget = divide_level0(free, list(sizes), shape, per_token, workspace)
+            if stays:
+                budget = replace(budget, weight_bytes=free - shape.num_bytes, cached_layers=shape.layers)
         except InsufficientMemory as error:
             return Lacking("GPU memory", error.needed_bytes - error.available_bytes)
         kept = min(whole, budget.weight_bytes)
@@ -278,13 +284,14 @@ class WhatFits:
         model: Any = self._model(name)
         if packed:
             model = _pack(copy.deepcopy(model), tiled, self.packing(name))
-        shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
+        plain = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
+        shape = plain or cache_shape(model.config, 1, POSITIONS, torch.bfloat16, windows=True)
         if shape is None:
             raise Unsupported("keys and values of these layers are not counted: not all of them attend plainly")
         sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
         batch, config = language_batch(self._fields[name]["vocab_size"], 1, 1), _text_config(model)
         work = trace_forward(model, batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
-        return _Decoding(shape, sizes, token_bytes(config, 2), work)
+        return _Decoding(shape, plain is None, sizes, token_bytes(config, 2), work)
 
     def _build(self, name: str) -> nn.Module:
         """In bf16 on meta, frozen and in eval mode; nobody changes it."""
@@ -306,9 +313,11 @@ class WhatFits:
 
 
 class _Decoding(NamedTuple):
-    """Sizes of the cache and of the groups, workspace of a token, and the work of one."""
+    """Sizes of the cache, whether it is transformers' own, which stays on the GPU, and of the groups, workspace of a
+    token, and the work of one."""
 
     shape: CacheShape
+    stays: bool
     sizes: tuple[int, ...]
     token_bytes: int
     work: Any

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
 from vblackwell.folders.compressed_tensors import not_trained
-from vblackwell.folders.folder import is_hub_id, read_config, stored_dtype
+from vblackwell.folders.folder import read_config, stored_dtype
+from vblackwell.folders.hub import is_hub_id
 from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.machine.device import has_bf16

@@ -26,7 +26,7 @@ from vblackwell.planner import what_fits
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
 from vblackwell.planner.forecast import Machine
-from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.placement import Bounds, Lacking
 from vblackwell.planner.what_fits import Fields
 from vblackwell.trace.causal_lm import check_fields

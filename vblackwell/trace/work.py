@@ -81,6 +81,7 @@ def work_of(
     written = [each for index in _written(func) if index < len(args) for each in tree_leaves(args[index])]
     inside = {id(each) for each in written}
     num_bytes = sum(map(_size, read)) + sum(_size(each) for each in made if id(each) not in inside)
+    num_bytes -= _experts_not_met(name, args)
     num_bytes += sum(_size(each) for each in written if isinstance(each, Tensor))
     # The first operand's: attention's backward reads sums in fp32 next to what it multiplies.
     width = next((each.element_size() for each in read if each.is_floating_point()), 4)
@@ -136,6 +137,15 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of the
 
 def _size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _experts_not_met(name: str, args: Any) -> int:
+    """Bytes of stacked experts (E, K, N) that a grouped product of fewer rows (M, K) than E does not read: a row is of
+    one expert, and those of a token are of different ones."""
+    if name != "_grouped_mm" or args[0].dim() != 2 or args[1].dim() != 3:
+        return 0
+    rows, experts = args[0].shape[0], args[1].shape[0]
+    return _size(args[1]) * max(0, experts - rows) // experts
 
 
 @functools.lru_cache(maxsize=4096)

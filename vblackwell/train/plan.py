@@ -24,7 +24,8 @@ from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.config import PRESETS, DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.forecast import Machine
-from vblackwell.planner.model_spec import KNOWN_MODELS, packed_in
+from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner.model_spec import packed_in
 from vblackwell.planner.placement import Plan
 from vblackwell.trace.causal_lm import build_causal_lm, check_fields
 from vblackwell.train.auto import bounds_of, make_training_plan, plan_on

@@ -13,7 +13,8 @@ from vblackwell.units import MiB, format_bytes
 WEIGHT_PLACES = 3  # for groups that pass through: one computes, one arrives, one is next
 CACHE_PLACES = 2  # through which the caches of layers pass that do not stay
 MIN_WORKSPACE = 512 * MiB  # of a GPU: what a pass takes in addition to weights, keys and values
-_NOT_PLAIN = ("kv_lora_rank", "multi_query", "cross_attention_layers", "sliding_window", "attention_chunk_size")
+_NOT_PLAIN = ("kv_lora_rank", "multi_query", "cross_attention_layers", "attention_chunk_size")
+_WINDOWS = ("full_attention", "sliding_attention")
 
 
 class CacheShape(NamedTuple):
@@ -40,18 +41,23 @@ class CacheShape(NamedTuple):
         return self.layers * self.layer_bytes
 
 
-def cache_shape(config: Any, rows: int, positions: int, dtype: torch.dtype) -> CacheShape | None:
-    """Sizes of a transformers model's keys and values; None where layers are not all alike, or not plain attention."""
+def cache_shape(
+    config: Any, rows: int, positions: int, dtype: torch.dtype, *, windows: bool = False
+) -> CacheShape | None:
+    """Sizes of a transformers model's keys and values; None where layers are not all alike, or not plain attention.
+    ``windows``: of one with sliding windows what it takes at the most, all positions of each layer."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     if any(getattr(text, name, None) for name in _NOT_PLAIN):
         return None
+    if not windows and getattr(text, "sliding_window", None):
+        return None
     heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int) or getattr(config, "is_encoder_decoder", False):
         return None
     kinds = get_layer_types_and_kwargs(text)[0]
-    if any(kind != "full_attention" for kind in kinds):
+    if any(kind not in _WINDOWS[: 1 + windows] for kind in kinds):
         return None
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     return CacheShape(len(kinds), rows, kv_heads, positions, getattr(text, "head_dim", None) or width // heads, dtype)
