@@ -117,16 +117,39 @@ def _dispatch(words: list[str]) -> int:
     if first not in COMMANDS:
         choice = f"choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
         raise ConfigurationError(f"{first!r} is no command: {choice}")
+    if not {"-h", "--help", "--help-all"}.isdisjoint(words):
+        print("\n".join(_help(first, "--help-all" in words)))
+        return 0
     return COMMANDS[first].run(_parse(make_parser(first), words[1:]))
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of ``vb``; ``run`` is called with what was given, by field name, and returns the exit code."""
+    """A command of ``vb``; ``run`` is called with what was given, by field name, and returns the exit code. ``groups``
+    of its help: a title, and the field that each begins with; ``shown``: fields that ``--help`` is about, if not all.
+    """
 
     summary: str
     add_flags: Callable[[Any], None]
     run: Callable[[dict[str, Any]], int]
+    groups: tuple[tuple[str, str], ...] = ()
+    shown: tuple[str, ...] = ()
+
+
+def _help(name: str, everything: bool) -> list[str]:
+    """What ``vb NAME --help`` prints, or with ``everything`` ``--help-all``."""
+    from vblackwell.tools.usage import usage_lines
+
+    command, actions = COMMANDS[name], make_parser(name)._actions
+    defaults = dict[str, str]()
+    if name == "train":
+        from vblackwell.train.config import RECIPES
+
+        own = {field for recipe in RECIPES.values() for field in recipe}
+        values = {action.dest: action.default for action in actions if action.dest in own}
+        defaults = {each: "the preset's" + (f", else {of}" if of is not None else "") for each, of in values.items()}
+    shown = () if everything else command.shown
+    return usage_lines(f"vb {name}", command.summary, actions, command.groups, shown, defaults)
 
 
 def make_parser(name: str) -> Any:
@@ -213,17 +236,21 @@ def _train_flags(parser: Any, hidden: bool = False) -> None:
     from vblackwell.train.config import TrainConfig, field_help, flag_of
 
     texts = dict.fromkeys(_of_training(), argparse.SUPPRESS) if hidden else field_help()
-    presets = "Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings."
+    presets = "Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings; default: tiny."
+    if not hidden:
+        what = "What to train, in place of --config or --model: a preset, a YAML file, a folder or a hub id."
+        parser.add_argument("subject", type=str, nargs="?", metavar="MODEL", help=what)
     for field in fields(TrainConfig):
         if field.name not in texts:
             continue
         flag, text = flag_of(field.name), texts[field.name]
+        others = ("--lr",) if field.name == "learning_rate" else ()  # by which everybody calls it
         if field.name == "preset":
             parser.add_argument(flag, type=str, help=presets)
         elif isinstance(field.default, bool) or field.type == (bool | None):
             _add_switch(parser, flag, text, getattr(TrainConfig, field.name))
         else:
-            parser.add_argument(flag, type=str, default=field.default, metavar="VALUE", help=text)
+            parser.add_argument(flag, *others, type=str, default=field.default, metavar="VALUE", help=text)
 
 
 def _train(given: dict[str, Any]) -> int:
@@ -254,10 +281,10 @@ def _generate_flags(parser: Any) -> None:
     add("--min-p", type=float, default=0.0, help="Draw from tokens with this share of the likeliest's probability.")
     add("--seed", type=int, default=0, help="Seed of the draws.")
     add("--device", type=str, default="auto", help=DEVICE)
-    add("--fast-memory", type=str, help="What level 0 may hold, e.g. 8GiB: weights stream through it.")
-    add("--host-memory", type=str, help="What the CPU RAM level may hold.")
-    add("--disk-memory", type=str, help="What a disk level may hold.")
-    add("--disk-path", type=str, help="Folder of the disk level.")
+    add("--fast-memory", type=str, help="GPU memory to take, e.g. 8GiB: weights stream through it. Default: all.")
+    add("--host-memory", type=str, help="RAM for weights that the GPU has no room for; default: 7/8 of what is free.")
+    add("--disk-memory", type=str, help="Disk space for weights that RAM has no room for; default: none.")
+    add("--disk-path", type=str, help="Folder on a disk for these.")
     add("--adapter", type=str, help="Folder of a LoRA adapter for the model, of vb train or of peft.")
     _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading. Default: as the base of --adapter was.")
     rounds = "Round what many rows (897 and more) of packed linears take to FP8: faster prompts, other numbers."
@@ -308,16 +335,16 @@ def _estimate_flags(parser: Any) -> None:
     optimizers = "adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor."
     add("--optimizer", type=str, default="adamw", help=optimizers)
     add("--precision", type=str, default="fp32", help="fp32, bf16 or fp16 (weights too), or autocast (to bf16).")
+    _add_switch(parser, "--gradient-checkpointing", "Recompute blocks in backward.")
+    _add_switch(parser, "--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
     ram = "RAM for an offload stack, e.g. 32GiB; without a model, of the machine."
     add("--host-memory", "--ram", type=str, help=ram)
     add("--disk-memory", "--disk", type=str, help="Disk for an offload stack.")
     add("--gpus", type=int, help="Number of such GPUs: what dividing all states among them (FSDP) makes of it.")
     add("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
     add("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
-    _add_switch(parser, "--list", "Print the models and GPUs that are known by name.")
-    _add_switch(parser, "--gradient-checkpointing", "Recompute blocks in backward.")
-    _add_switch(parser, "--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
     _add_switch(parser, "--json", "Print the estimate as JSON.")
+    _add_switch(parser, "--list", "Print the models and GPUs that are known by name.")
     _add_switch(parser, "--advice", "Say what would save memory or time; each line costs a trace of the model.", True)
     _train_flags(parser, hidden=True)
 
@@ -398,16 +425,51 @@ def _docs(given: dict[str, Any]) -> int:
     return docs_command(**given)
 
 
+# Titles of what --help shows, and the field with which each group begins, in the order of the flags.
+TRAIN_GROUPS = (
+    ("Model and data", "subject"), ("The run", "out"), ("Batches", "batch_size"), ("Optimizer", "learning_rate"),
+    ("Computing", "device"), ("FP4 and adapters", "use_fp4"), ("Memory", "vgpu_auto"),
+    ("Checkpoints and reports", "checkpoint_every"),
+)  # fmt: skip
+TRAIN_SHOWN = (
+    "subject", "data", "out", "resume", "max_steps", "batch_size", "seq_length", "learning_rate", "mixed_precision",
+    "use_fp4", "lora", "vgpu_auto", "fast_memory", "host_memory",
+)  # fmt: skip
+GENERATE_GROUPS = (
+    ("Model and text", "model"), ("Choice of tokens", "max_new_tokens"), ("Memory", "device"),
+    ("Adapters, FP4 and chat", "adapter"),
+)  # fmt: skip
+GENERATE_SHOWN = (
+    "model", "prompt", "prompts", "max_new_tokens", "temperature", "top_k", "seed", "device", "fast_memory",
+    "host_memory", "adapter", "use_fp4", "chat",
+)  # fmt: skip
+ESTIMATE_GROUPS = (
+    ("Model and machine", "model"), ("The run", "batch_size"), ("Memory below the GPU", "host_memory"),
+    ("Several GPUs", "gpus"), ("The answer", "html"),
+)  # fmt: skip
+ESTIMATE_SHOWN = (
+    "model", "gpu", "gpu_memory", "batch_size", "seq_length", "precision", "host_memory", "disk_memory", "list", "json",
+)  # fmt: skip
+
+
 DOCTOR = "Look at this machine: what it has, how fast it is, what is missing for what."
 BENCH = "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."
 GENERATE = _calling("vblackwell.generate.command:generate_command")
 QUANTIZE = _calling("vblackwell.tools.quantize:quantize_command")
 COMMANDS = {
-    "train": Command("Train a model that may be larger than its fast memory.", _train_flags, _train),
-    "generate": Command("Continue a prompt with a trained model.", _generate_flags, GENERATE),
+    "train": Command(
+        "Train a model that may be larger than its fast memory.", _train_flags, _train, TRAIN_GROUPS, TRAIN_SHOWN
+    ),
+    "generate": Command(
+        "Continue a prompt with a trained model.", _generate_flags, GENERATE, GENERATE_GROUPS, GENERATE_SHOWN
+    ),
     "doctor": Command(DOCTOR, _doctor_flags, _calling("vblackwell.tools.doctor:doctor")),
     "estimate": Command(
-        "Predict the GPU memory that training a model takes, before a run.", _estimate_flags, _estimate
+        "Predict the GPU memory that training a model takes, before a run.",
+        _estimate_flags,
+        _estimate,
+        ESTIMATE_GROUPS,
+        ESTIMATE_SHOWN,
     ),
     "quantize": Command("Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, QUANTIZE),
     "bench": Command(BENCH, _bench_flags, _calling("vblackwell.tools.bench:bench_command")),

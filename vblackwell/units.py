@@ -17,7 +17,8 @@ TiB = 1 << 40
 
 def parse_bytes(text: str | int | float, name: str = "size") -> int:
     """Bytes meant by ``text``: a number of bytes, or a number with a unit such as ``'16MiB'`` or ``'1.5GiB'``. Raises
-    ConfigurationError for no size, a negative one, or one that is not finite."""
+    ConfigurationError for no size, a negative one, one that is not finite, and for text that is a number below 2^20
+    without a unit, which nobody means as bytes."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not math.isfinite(text) or text < 0:
             raise ConfigurationError(f"{name} {text!r} is not a size: give a number of bytes >= 0, or e.g. '8GiB'")
@@ -25,6 +26,9 @@ def parse_bytes(text: str | int | float, name: str = "size") -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", str(text), re.IGNORECASE)
     if not match:
         raise ConfigurationError(f"{name} {text!r} is not a size: write a number and a unit, e.g. '512MiB' or '8GiB'")
+    if not match[2] and not match[3] and 0 < float(match[1]) < MiB:
+        said = f"{name} {text} means {float(match[1]):g} bytes, for it has no unit"
+        raise ConfigurationError(f"{said}: write {text}GiB, {text}MiB or, if you mean that, {text}B")
     return int(float(match[1]) * {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}[match[2].lower()])
 
 

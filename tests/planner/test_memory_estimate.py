@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.memory_estimate import (
     OPTIMIZERS,
     Batches,
@@ -15,7 +16,6 @@ from vblackwell.planner.memory_estimate import (
     fits,
     peak_of,
 )
-from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.model_spec import of_config
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss

@@ -21,8 +21,8 @@ from vblackwell.machine.limits import HOST_SHARE, HYPOTHETICAL_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.planner import model_spec, what_fits
 from vblackwell.planner.forecast import Machine
-from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.placement import Bounds, Lacking
 from vblackwell.planner.what_fits import MIN_SPEED, Fit, WhatFits, row_of
 from vblackwell.tools import what_fits as what_fits_command

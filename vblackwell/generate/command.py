@@ -142,6 +142,9 @@ def generate_command(
         raise ConfigurationError(f"--batch-size {batch_size}: give at least 1")
     check_chunk(prefill_chunk)
     where = Places(**places).as_trained()
+    for name in ("fast_memory", "host_memory", "disk_memory"):
+        if (size := getattr(where, name)) is not None:
+            parse_bytes(size, f"--{name.replace('_', '-')}")
     if model is None:
         model = base_of(where.adapter)
     if torch.device(device).type == "cuda" and where.fast_memory is not None:

@@ -123,7 +123,7 @@ class TrainConfig:
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4 (mxfp4 with
-    --fp8-activations)."""
+    --fp8-activations). Default: train all weights."""
 
     vgpu_auto: bool | None = None
     """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW
@@ -136,16 +136,17 @@ class TrainConfig:
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""
 
     fast_memory: str | int | None = None
-    """What level 0 may hold: on a GPU a cap on the whole process, elsewhere the arena. E.g. '16MiB'."""
+    """GPU memory that the whole process may take, e.g. 8GiB; without a GPU the RAM that stands for one. Default:
+    four fifths of a free GPU, an eighth of the free RAM without one."""
     host_memory: str | int | None = None
-    """What the CPU RAM level may hold, e.g. '8GiB'."""
+    """RAM for what the GPU has no room for, e.g. 8GiB; default: 7/8 of what is free."""
     disk_memory: str | int | None = None
-    """What the disk level may hold, e.g. '64GiB'; without it, --disk-path or --vgpu-auto there is no disk level."""
+    """Disk space for what RAM has no room for, e.g. 64GiB; without it, --disk-path or --vgpu-auto no disk is used."""
     disk_path: str | None = None
-    """Folder for the disk level's unnamed file, on a disk (not a tmpfs)."""
+    """Folder on a disk (not a tmpfs) for the unnamed file of what RAM has no room for."""
 
     placement: Literal["auto", "resident", "streamed"] = "auto"
-    """Keep all on level 0, stream through it, or decide by what fits."""
+    """Keep everything in GPU memory, stream through it, or decide by what fits."""
     update: str = "auto"
     """Where AdamW runs when streaming: 'device' (states come up to the weights), 'host' (the CPU), 'auto' (the device,
     if it is a GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
@@ -351,9 +352,11 @@ EXCLUSIVE = ("max_steps", "epochs")
 
 
 def resolve(flags: dict[str, Any]) -> TrainConfig:
-    """The settings that ``flags`` (field to value as given; ``config`` for ``--config``) ask for; ConfigurationError
-    for an unknown preset, file or key, or a value out of range.
+    """The settings that ``flags`` (field to value as given; ``config`` for ``--config``, ``subject`` for what was given
+    in place of that or of ``--model``) ask for; ConfigurationError for an unknown preset, file or key, or a value out
+    of range.
     """
+    flags = flags if "subject" not in flags else _with_subject(flags)
     file_values, named = dict[str, Any](), flags.get("config")
     if named in RECIPES:
         file_values = {"preset": named}
@@ -390,6 +393,22 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**values)
 
 
+def _with_subject(flags: dict[str, Any]) -> dict[str, Any]:
+    """``flags`` with their ``subject`` as what it is: ``--config`` of a preset or a YAML file, else ``--model``."""
+    subject, others = flags["subject"], {name: value for name, value in flags.items() if name != "subject"}
+    is_config = subject in RECIPES or Path(subject).suffix in (".yaml", ".yml")
+    name = "config" if is_config else "model"
+    if others.get(name) is not None:
+        raise ConfigurationError(
+            f"vb train {subject} means --{name} {subject}, and {others[name]!r} is given too: drop one"
+        )
+    if not is_config and "/" not in subject and not Path(subject).exists():
+        known = f"neither a preset ({', '.join(RECIPES)}) nor a folder{nearest(subject, RECIPES)}"
+        advice = "to train a published model, give the folder or hub id of its weights"
+        raise ConfigurationError(f"vb train {subject}: {subject!r} is {known}; {advice}")
+    return others | {name: subject}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Settings of a YAML file, keys as the flags with '-' or '_'. Raises ConfigurationError."""
     import yaml
@@ -415,5 +434,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in known:
             raise refused(f": key {key!r} is no setting: remove or rename it{nearest(name, known)}")
-        values[name] = value
+        # As on the command line: a size without a unit.
+        values[name] = str(value) if name.endswith("_memory") and type(value) is int else value
     return values

@@ -354,7 +354,8 @@ def create_vgpu_stack(
     level0, share = "arena", int(available * ARENA_SHARE)
     if chosen.type == "cuda":
         level0, share = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
-    fast, host, disk = (None if size is None else parse_bytes(size) for size in (fast_memory, host_memory, disk_memory))
+    sizes = {"fast_memory": fast_memory, "host_memory": host_memory, "disk_memory": disk_memory}
+    fast, host, disk = (None if size is None else parse_bytes(size, name) for name, size in sizes.items())
     if fast == 0:
         raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
     levels = [LevelConfig(level0, share if fast is None else fast)]
