@@ -22,11 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, VBError, nearest
+from vblackwell.errors import ConfigurationError, VBError, as_typed, nearest
 
 DEBUG = "--debug"
 # torch's profiler and allocators write lines between ours; read when torch is imported.
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# Bars and notes of other libraries, which are for a terminal.
+QUIET_IN_FILES = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error", "TRANSFORMERS_VERBOSITY": "error",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not debug:
         sys.excepthook = _brief
         warnings.formatwarning = _one_line
-        for name, level in QUIET.items():
+        for name, level in (QUIET | ({} if sys.stderr.isatty() else QUIET_IN_FILES)).items():
             os.environ.setdefault(name, level)
     try:
         try:
@@ -51,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VBError as error:
         if debug:
             raise
-        print(f"vb: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"vb: error: {as_typed(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

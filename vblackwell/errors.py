@@ -5,6 +5,7 @@ own invariants, these classes are for everything that a user, a disk or a machin
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
 
 
@@ -64,6 +65,25 @@ class UnknownKey(VBError, KeyError):
     """Nothing is registered under this key."""
 
     __str__ = Exception.__str__  # KeyError's own shows the text as Python would type it
+
+
+_TYPED = (
+    (r"\b(fast|host|disk)_memory\b(?: \(the capacit[^)]*\))?", r"--\1-memory"),
+    (r"\b(update|placement|activations)='(\w+)'", r"--\1 \2"),
+    (r"a level below level 0: add a .* level to the stack", "RAM or disk: give --host-memory or --disk-memory"),
+    (r"\bbelow level 0\b", "of RAM and disk"),
+    (r"\bthe lower levels have", "they have"),
+    (r"level 0 \(arena\)", "fast memory (RAM that stands for a GPU)"),
+    (r"level 0 \((?:GPU|cuda:\d+)\)", "GPU memory"),
+    (r"\blevel 0\b", "fast memory"),
+)
+
+
+def as_typed(text: str) -> str:
+    """What the library says of its arguments and levels, with the flags and in the words of the command line."""
+    for said, typed in _TYPED:
+        text = re.sub(said, typed, text)
+    return text
 
 
 def likeness(one: str, other: str) -> float:

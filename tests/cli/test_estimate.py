@@ -185,7 +185,7 @@ def test_a_config_that_lacks_a_field(place):
 
 def figures_of(text: str) -> list[str]:
     """What a plan says without seconds."""
-    return re.findall(r"plan: .*|level 0 .*?RAM [\d.]+ \S+(?=$|;)", text, re.MULTILINE)
+    return re.findall(r"plan: .*|fast memory .*?RAM [\d.]+ \S+(?=$|;)", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_run_learns_and_reports(finished):
     report = json.loads((run / "report.json").read_text())
     assert report["placement"] == "streamed" and report["ssd_written_bytes"] > 0
     assert all(level["peak_bytes"] <= level["capacity_bytes"] for level in report["levels"])
-    for part in ("validation", "sample:\ndef ", "hit rate", "time stalled", "written to the SSD"):
+    for part in ("validation", "sample:\ndef ", "weights found there", "time waited for weights", "written to the SSD"):
         assert part in output or part == "validation", part
     assert any((run / "tensorboard").iterdir())
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000010", "step-00000020"]
@@ -108,9 +108,11 @@ def test_a_hugging_face_folder_is_trained_further(finished, place):
     told = place.vb(*words, *short, "--device", "cpu", "--plan").stdout
     assert not (place.folder / "runs").exists(), "a plan writes nothing"
     output = place.vb(*words, *short, "--device", "cpu", "--vgpu-auto").stdout
-    plans = [re.findall(r"plan: .*|level 0 [^w]*RAM [\d.]+ \S+$", text, re.MULTILINE) for text in (told, output)]
+    plans = [
+        re.findall(r"plan: .*|fast memory [\d.]+ \S+ \(at most .*\)$", text, re.MULTILINE) for text in (told, output)
+    ]
     assert len(plans[0]) == 2 and plans[0] == plans[1], (told, output)
-    assert "final: 0.05 M parameters" in output and " over ssd " in output, output
+    assert "final: 0.05 M parameters" in output and ", then disk " in output, output
     assert "plan: resident, 8 sequences" in output and "predicted  measured" in output, output
     report = json.loads((place.folder / "runs/final/report.json").read_text())
     assert report["placement"] == "resident" and report["plan"]["tokens_per_second"]["measured"] > 0

@@ -382,7 +382,7 @@ def test_the_pace_of_texts_is_counted():
     pace.tick()
     assert (
         pace.line(3 << 20)
-        == "opened in 2.0 s, 6 tokens, the first after 500 ms, then 3.0 a second, level 0 held at most 3.00 MiB"
+        == "opened in 2.0 s, 6 tokens, the first after 500 ms, then 3.0 a second, took at most 3.00 MiB of fast memory"
     )
 
 

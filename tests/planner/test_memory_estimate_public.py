@@ -72,7 +72,7 @@ def test_what_an_estimate_says_fits_is_what_a_run_accepts():
 
 
 def test_refusals():
-    with pytest.raises(vb.ConfigurationError, match="did you mean 'gpt2-medium'"):
+    with pytest.raises(vb.ConfigurationError, match="the nearest: gpt2-medium, "):
         vb.quick_estimate("gpt2-mediun")
     with pytest.raises(vb.ConfigurationError, match="hidden_size is -1"):
         vb.ModelConfig(hidden_size=-1)

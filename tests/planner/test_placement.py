@@ -46,9 +46,9 @@ def test_the_fastest_that_fits_and_what_the_others_lack():
     assert [each.step_seconds for _, each in plan.others] == sorted(each.step_seconds for _, each in plan.others)
     text = "\n".join(plan.lines())
     assert text.startswith(
-        "plan: streamed, 8 sequences, 0.3 of AdamW on the CPU\n  667 tokens/s (1.5 s a step, up busy 90%)"
+        "plan: streamed, 8 sequences, 0.3 of AdamW on the CPU\n  667 tokens/s (1.5 s a step, link to the GPU busy 90%)"
     )
-    assert "instead, 1.33 times as long: streamed, 8 sequences, AdamW on level 0: 500 tokens/s" in text
+    assert "instead, 1.33 times as long: streamed, 8 sequences, AdamW on the GPU: 500 tokens/s" in text
     assert "not resident, 8 sequences: lacks 3.00 GiB of GPU memory" in text and "rates: measured" in text
     assert plan.as_dict()["rejected"][0]["lacked"] == {"what": "GPU memory", "num_bytes": 3 * GiB, "words": ""}
 

@@ -32,12 +32,17 @@ def test_every_public_name_is_there():
 
 def test_torchs_own_lines_are_silenced_before_it_is_imported(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # main sets its own
-    for name in cli.QUIET:
+    for name in (*cli.QUIET, *cli.QUIET_IN_FILES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # somebody's wish
     assert cli.main(["--version"]) == 0
+    assert all(os.environ[name] == value for name, value in cli.QUIET_IN_FILES.items())  # stderr is no terminal
     assert os.environ["KINETO_LOG_LEVEL"] == "99" and os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
     monkeypatch.delenv("KINETO_LOG_LEVEL")
     assert cli.main(["--version", "--debug"]) == 0
     assert "KINETO_LOG_LEVEL" not in os.environ
+    for name in cli.QUIET_IN_FILES:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["--version"]) == 0 and not set(cli.QUIET_IN_FILES) & set(os.environ)
     capsys.readouterr()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vblackwell.train.metrics import StepRecord
-from vblackwell.train.progress import Progress
+from vblackwell.train.progress import Progress, describe
 
 
 def record(step, **extra):
@@ -27,7 +29,7 @@ def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
             "loss 1.0000",
             "val 4.5",
             "10 tokens/s",
-            "arena 5 B",
+            "fast memory 5 B",
             "SKIPPED",
             "left",
         ):
@@ -46,3 +48,13 @@ def test_a_terminal_s_line_is_redrawn_until_one_stays(monkeypatch, capsys):
     progress.step(record(2), 3)
     progress.close()
     assert capsys.readouterr().out.endswith("\r\x1b[2K")
+
+
+def test_a_step_says_nothing_of_what_did_not_happen():
+    """A resident run has one place, and nothing moves or waits."""
+    held = {"cuda:0": 5, "cpu": 0, "ssd": 0}
+    quiet = replace(record(1, seconds=1.0), level_bytes=held, link_bytes={"cpu>cuda:0": 0})
+    assert describe(quiet) == "loss 1.0000  10 tokens/s  GPU 5 B"
+    moved = {"level_bytes": held | {"cpu": 7, "ssd": 9}, "link_bytes": {"cpu>cuda:0": 2 * 10**9}}
+    said = describe(replace(quiet, **moved, stall_seconds=0.5))
+    assert said == "loss 1.0000  10 tokens/s  GPU 5 B, RAM 7 B, disk 9 B  moved at 2.00 GB/s  waited 0.50 s for it"

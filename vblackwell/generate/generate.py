@@ -324,5 +324,5 @@ class Pace:
         if seconds := sum(text[-1][0] - text[1][0] for text in self._texts if len(text) > 1):
             parts.append(f"then {later / seconds:.1f} a second")
         if level0_bytes is not None:
-            parts.append(f"level 0 held at most {format_bytes(level0_bytes)}")
+            parts.append(f"took at most {format_bytes(level0_bytes)} of fast memory")
         return ", ".join(parts)

@@ -185,7 +185,9 @@ class Forecast:
         """The fastest choice of ``space``, ``in_full`` as for `predict`. Raises InsufficientMemory where none fits, and
         Untraceable."""
         bounds, rates = self.machine.bounds, self.machine.rates
-        plan = make_plan(self.choices(space), self.least_seconds, self.predict, bounds, rates.source)
+        plan = make_plan(
+            self.choices(space), self.least_seconds, self.predict, bounds, rates.source, self.machine.has_gpu
+        )
         if not in_full:
             return plan
         again = self.predict(plan.choice, in_full=True)
@@ -267,7 +269,7 @@ class Forecast:
             gpu += peak_with_gradients(trace, WIDE_GRADIENT / min(WIDE_GRADIENT, width), held)
             p99 = int(gpu * RESIDENT_P99) + P99_BYTES
         if p99 > machine.bounds.gpu:
-            return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
+            return Lacking("GPU memory" if machine.has_gpu else "fast memory", p99 - machine.bounds.gpu)
         return Placed(replace(choice, level0_bytes=min(align_up(asked, MiB), machine.bounds.gpu)), gpu, p99)
 
     def _place_streamed(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
@@ -456,4 +458,4 @@ def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:
     setting = str(lacking).partition(" free, and ")[2].partition(": raise ")[0] or str(lacking)
     taken = f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams"
     setting = setting.replace(" there (", " next to what stays there (")
-    return context + level0, f"{taken}, and streaming needs {format_bytes(level0)} of level 0: {setting}"
+    return context + level0, f"{taken}, and streaming needs {format_bytes(level0)} of GPU memory: {setting}"

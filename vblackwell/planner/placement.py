@@ -10,11 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, as_typed
 from vblackwell.units import format_bytes, format_seconds
 
 ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
 MAX_SHOWN = 4
+FAST = {True: "GPU memory", False: "fast memory"}  # what people call level 0, with a GPU and without one
+
+
+def lane_words(lane: str, has_gpu: bool = True) -> str:
+    """A lane of the simulation, as what limits a step."""
+    if lane == "gpu":
+        return "GPU" if has_gpu else "CPU"
+    return {"up": "link to the GPU", "down": "link from the GPU", "cpu": "AdamW on the CPU"}.get(lane, lane)
 
 
 @dataclass(frozen=True)
@@ -25,9 +33,9 @@ class Bounds:
     host: int
     disk: int = 0
 
-    def __str__(self) -> str:
+    def words(self, has_gpu: bool = True) -> str:
         disk = f", disk {format_bytes(self.disk)}" if self.disk else ""
-        return f"level 0 {format_bytes(self.gpu)}, RAM {format_bytes(self.host)}{disk}"
+        return f"{FAST[has_gpu]} {format_bytes(self.gpu)}, RAM {format_bytes(self.host)}{disk}"
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,18 @@ class Choice:
         return float(self.update == "host") if isinstance(self.update, str) else self.update
 
     def __str__(self) -> str:
+        return self.words()
+
+    def words(self, has_gpu: bool = True) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
         words = [self.placement, f"{self.batch_size}{forwards} sequences"]
         words += ["checkpointing"] * self.checkpointing + [f"{self.states} states"] * (self.states != "fp32")
         if self.placement == "streamed":
-            places = {0.0: "AdamW on level 0", 1.0: "AdamW on the CPU"}
+            places = {0.0: "AdamW on the GPU" if has_gpu else "AdamW in fast memory", 1.0: "AdamW on the CPU"}
             words += [places.get(self.host_share, f"{self.update} of AdamW on the CPU")] * (self.update != "auto")
             words += ["checkpoints in RAM"] * (self.activations == "host")
-            words += [f"{format_bytes(self.resident_bytes)} kept there"] * (self.resident_bytes > 0)
+            kept = f"{format_bytes(self.resident_bytes)} kept in {FAST[has_gpu]}"
+            words += [kept] * (self.resident_bytes > 0)
         return ", ".join(words)
 
 
@@ -153,13 +165,15 @@ class Plan:
     pruned: int
     bounds: Bounds
     rates: str = ""
+    has_gpu: bool = True
 
     def lines(self) -> list[str]:
-        best = self.prediction
-        found = [f"plan: {self.choice}", f"  {_numbers(best)}", f"  within {self.bounds}; rates: {self.rates}"]
+        best, has_gpu = self.prediction, self.has_gpu
+        found = [f"plan: {self.choice.words(has_gpu)}", f"  {_numbers(best, has_gpu)}"]
+        found.append(f"  within {self.bounds.words(has_gpu)}; rates: {self.rates}")
         if self.choice.weight_bytes:
             level0, weights = format_bytes(self.choice.level0_bytes), format_bytes(self.choice.weight_bytes)
-            found.append(f"  level 0 has {level0}, of which loaded weights may take {weights}")
+            found.append(f"  of {level0} of {FAST[has_gpu]}, weights may take {weights}")
         if best.clipped_seconds is not None:
             found.append(f"  while steps clip: {best.tokens / best.clipped_seconds:,.0f} tokens/s")
         if best.disk_written:
@@ -173,11 +187,15 @@ class Plan:
                 instead.setdefault(_kind(each[0]), each)
         for choice, prediction in list(instead.values())[:MAX_SHOWN]:
             longer = prediction.token_seconds / best.token_seconds
-            found.append(f"  instead, {longer:.2f} times as long: {choice}: {_numbers(prediction)}")
-        found += [f"  not {choice}: {lacking}" for choice, lacking in _nearest(self.rejected)[:MAX_SHOWN]]
+            found.append(
+                f"  instead, {longer:.2f} times as long: {choice.words(has_gpu)}: {_numbers(prediction, has_gpu)}"
+            )
+        found += [
+            f"  not {choice.words(has_gpu)}: {lacking}" for choice, lacking in _nearest(self.rejected)[:MAX_SHOWN]
+        ]
         if self.pruned:
             found.append(f"  {self.pruned} more were left out, which arithmetic alone shows to be slower")
-        return found
+        return [as_typed(line) for line in found]
 
     def as_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"choice": asdict(self.choice), "predicted": asdict(self.prediction)}
@@ -193,6 +211,7 @@ def make_plan(
     predict: Callable[[Choice], tuple[Choice, Prediction] | Lacking],
     bounds: Bounds,
     rates: str = "",
+    has_gpu: bool = True,
 ) -> Plan:
     """Predict ``choices`` (each with its sizes filled in, or what it lacks), those first that could be the fastest by
     the token, and leave out those that cannot be: no prediction may be below ``least_seconds``, by arithmetic, a token.
@@ -212,10 +231,10 @@ def make_plan(
             best = min(best, result[1].token_seconds)
     if not found:
         near, lacking = next(iter(_nearest(rejected)), (None, None))
-        text = f"the nearest is {near}, which {lacking}" if near else "there is nothing to choose from"
+        text = f"the nearest is {near.words(has_gpu)}, which {lacking}" if near else "there is nothing to choose from"
         remedy = "give fewer or shorter sequences, or more memory (--fast-memory, --host-memory, --disk-memory)"
         needed = lacking.num_bytes if lacking else 0
-        raise InsufficientMemory(f"no plan fits {bounds}: {text}; {remedy}", needed_bytes=needed)
+        raise InsufficientMemory(f"no plan fits {bounds.words(has_gpu)}: {text}; {remedy}", needed_bytes=needed)
     found.sort(key=lambda each: each[1].token_seconds)
 
     def taken(each: tuple[Choice, Prediction]) -> tuple[float, ...]:
@@ -223,7 +242,9 @@ def make_plan(
         return choice.placement != "resident", choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
 
     chosen = min((each for each in found if each[1].token_seconds <= best * ALIKE), key=taken)
-    return Plan(*chosen, tuple(each for each in found if each is not chosen), tuple(rejected), pruned, bounds, rates)
+    return Plan(
+        *chosen, tuple(each for each in found if each is not chosen), tuple(rejected), pruned, bounds, rates, has_gpu
+    )
 
 
 def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, Lacking]]:
@@ -241,12 +262,17 @@ def _kind(choice: Choice) -> Choice:
     return replace(choice, accumulation_steps=0, update=update, level0_bytes=0, weight_bytes=0, resident_bytes=0)
 
 
-def _numbers(prediction: Prediction) -> str:
+def _numbers(prediction: Prediction, has_gpu: bool) -> str:
     disk = f", disk {format_bytes(prediction.disk)}" if prediction.disk else ""
     if prediction.threads:
         disk += f" and {format_bytes(prediction.threads)} of RAM for its threads"
     busy = prediction.busy.get(prediction.bottleneck, 0.0)
-    step, busiest = format_seconds(prediction.step_seconds), f"{prediction.bottleneck} busy {busy:.0%}"
+    step, busiest = (
+        format_seconds(prediction.step_seconds),
+        f"{lane_words(prediction.bottleneck, has_gpu)} busy {busy:.0%}",
+    )
     gpu, p99, host = map(format_bytes, (prediction.gpu, prediction.gpu_p99, prediction.host))
     speed = f"{prediction.tokens_per_second:,.0f} tokens/s ({step} a step, {busiest})"
-    return f"{speed}, level 0 {gpu} (P99 {p99}), RAM {host}{disk}"
+    most = "" if p99 == gpu else f" (at most {p99})"
+    ram = f", RAM {host}" if prediction.host else ""
+    return f"{speed}, {FAST[has_gpu]} {gpu}{most}{ram}{disk}"

@@ -12,7 +12,7 @@ from typing import Any
 from vblackwell.machine.cache import cache_root
 from vblackwell.units import columns
 
-NUMBERS = {"gpu_bytes": "GPU or arena", "host_bytes": "RAM level", "tokens_per_second": "tokens/s"}
+NUMBERS = {"gpu_bytes": "GPU or fast memory", "host_bytes": "RAM", "tokens_per_second": "tokens/s"}
 
 
 def keep_prediction(machine: str, rates: str, compared: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.memory_estimate import Run, allocatable_bytes
 from vblackwell.planner.model_spec import of_config, packed_in
-from vblackwell.planner.placement import Choice, Lacking, Space
+from vblackwell.planner.placement import Choice, Lacking, Space, lane_words
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.trace import Trace, trace_forward
@@ -223,7 +223,7 @@ class WhatFits:
             except InsufficientMemory:
                 continue
             found, resident = plan.prediction, plan.choice.placement == "resident"
-            how = "resident" if resident else f"streamed, {found.bottleneck} busiest"
+            how = "resident" if resident else f"streamed, {lane_words(found.bottleneck, place.has_gpu)} busiest"
             if plan.choice.accumulation_steps > 1:
                 how += f", {plan.choice.accumulation_steps} forwards a step"
             sizes = found.gpu, found.host, found.disk

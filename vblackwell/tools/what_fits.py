@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import torch
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, as_typed
 from vblackwell.folders.compressed_tensors import PackedLinears
 from vblackwell.machine.facts import list_gpus, memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
@@ -91,16 +91,18 @@ def way_lines(
     model: str, answers: what_fits.WhatFits, name: str, place: Machine, found: Mapping[str, what_fits.Fit | Lacking]
 ) -> list[str]:
     """One screen: a row a way, and what to type for those that fit."""
-    best, bounds, packing = best_of(found), place.bounds, answers.packing(model)
+    best, packing = best_of(found), answers.packing(model)
     words, packed = what_fits.WORDS, ""
     if packing is not None:
         held = f"{len(packing.fine)} linears in {packing.form.name}"
         words, packed = what_fits.PACKED_WAYS, f" packed to {format_bytes(answers.packed_bytes(model))} ({held})"
-    rows: list[tuple[str, ...]] = [("", "", "tokens/s", "GPU", "RAM", "disk", "tokens", "")]
+    rows: list[tuple[str, ...]] = [
+        ("", "", "tokens/s", "GPU" if place.has_gpu else "fast", "RAM", "disk", "tokens", "")
+    ]
     for way, fit in found.items():
         mark, said = "*" if way in best else "", words[way]
         if isinstance(fit, Lacking):
-            lacks = f"lacks {format_bytes(fit.num_bytes)} of {fit.what}" if fit.num_bytes else str(fit)
+            lacks = f"lacks {format_bytes(fit.num_bytes)} of {fit.what}" if fit.num_bytes else as_typed(str(fit))
             rows.append((mark, said, "-", "-", "-", "-", "-", lacks))
             continue
         sizes = [format_bytes(size) if size else "-" for size in (fit.gpu, fit.host, fit.disk)]
@@ -108,9 +110,9 @@ def way_lines(
     fitting = [fit for fit in found.values() if isinstance(fit, what_fits.Fit)]
     typed = columns([(words[fit.task], _command(fit, model, packing)) for fit in fitting])
     detail = "--batch-size or --precision" if packing is None else f"--lora {what_fits.RANK}"
-    where = f"{format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, {format_bytes(bounds.disk)}"
+    where = bounds_in_words(place)
     return [
-        f"{model}, {answers.parameters(model):,} parameters{packed}, on {name}: {where} of disk for a run",
+        f"{model}, {answers.parameters(model):,} parameters{packed}, on {name}: {where}",
         "",
         *(f"  {line}" for line in columns(rows, right=range(2, 7))),
         "",
@@ -181,13 +183,18 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     return name, Machine(bounds, rates, capability=torch.cuda.get_device_capability(0)), assumed
 
 
+def bounds_in_words(place: Machine) -> str:
+    """What a run may take."""
+    gpu, host, disk = map(format_bytes, (place.bounds.gpu, place.bounds.host, place.bounds.disk))
+    fast = "GPU memory" if place.has_gpu else "fast memory (RAM that stands for a GPU)"
+    return f"{gpu} of {fast}, {host} of RAM, {disk} of disk for a run"
+
+
 def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str]:
-    bounds = place.bounds
     table = columns([what_fits.HEADS, *map(what_fits.row_of, found)], right=range(2, 7))
     left_out = [task for task in what_fits.TASKS if not any(fit.task == task for fit in found)]
     return [
-        f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, "
-        f"{format_bytes(bounds.disk)} of disk for a run",
+        f"{name}: {bounds_in_words(place)}",
         "",
         *(f"  {line}" for line in table),
         *(f"  no known model for: {task}" for task in left_out),

@@ -209,8 +209,9 @@ def batches_of(
     if not sizes:
         lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)
         shorter = "shorten --seq-length, or " if forecast.machine.has_gpu else ""
+        bounds = forecast.machine.bounds.words(forecast.machine.has_gpu)
         said = (
-            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the "
+            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {bounds}: the "
             f"nearest {lacking}; {shorter}give more memory (--fast-memory, --host-memory, --disk-memory)"
         )
         raise InsufficientMemory(said, needed_bytes=lacking.num_bytes if lacking else 0, available_bytes=0)

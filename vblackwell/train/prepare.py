@@ -44,6 +44,7 @@ from vblackwell.train.defaults import (
     most_sequences,
     shorter_lengths,
 )
+from vblackwell.train.metrics import level_in_words
 from vblackwell.train.model import (
     TrainableModel,
     check_length,
@@ -216,8 +217,9 @@ def _prepare(
     stack = build_stack(config, device, plan, state_bytes=state_bytes)
     cleanup.callback(stack.close)
     cleanup.callback(lambda: (engine := offload_of(model)) and engine.close())  # also when what follows fails
-    levels = " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
-    progress.say(f"memory: {levels}; training state {format_bytes(state_bytes)}")
+    levels = [f"{level_in_words(level.name)} {format_bytes(level.capacity_bytes)}" for level in stack.levels]
+    levels[0] += "" if device.type == "cuda" else " (RAM that stands for a GPU)"
+    progress.say(f"memory: {', then '.join(levels)}; training state {format_bytes(state_bytes)}")
     activations = config.activations
     if activations == "auto":  # on a GPU in host memory, which is why one checkpoints there
         activations = "host" if config.gradient_checkpointing and device.type == "cuda" else "level0"

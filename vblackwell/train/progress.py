@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from vblackwell.train.metrics import StepRecord
+from vblackwell.train.metrics import StepRecord, level_in_words
 from vblackwell.units import format_bytes, format_seconds
 
 PLAIN_SECONDS = 5.0  # between lines that stay
@@ -70,9 +70,11 @@ def describe(record: StepRecord) -> str:
         "loss not finite" if record.loss is None else f"loss {record.loss:.4f}",
         "" if record.val_loss is None else f"val {record.val_loss:.4f}",
         f"{record.tokens_per_second:,.0f} tokens/s",
-        "memory " + " ".join(f"{label} {format_bytes(size)}" for label, size in record.level_bytes.items()),
-        f"links {speed:.2f} GB/s",
-        f"stalled {record.stall_seconds:.2f} s",
+        ", ".join(
+            f"{level_in_words(label)} {format_bytes(size)}" for label, size in record.level_bytes.items() if size
+        ),
+        f"moved at {speed:.2f} GB/s" if speed >= 0.005 else "",
+        f"waited {record.stall_seconds:.2f} s for it" if record.stall_seconds >= 0.005 else "",
         "SKIPPED: weights untouched" if record.skipped else "",
     ]
     return "  ".join(filter(None, parts))

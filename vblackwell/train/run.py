@@ -35,7 +35,7 @@ from vblackwell.train.checkpoint import (
     write_checkpoint,
 )
 from vblackwell.train.config import TrainConfig, refuse_changes
-from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
+from vblackwell.train.metrics import MetricsLog, StepRecord, level_in_words, level_labels
 from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
@@ -253,37 +253,49 @@ def compare(plan: Plan, report: dict[str, Any], steps: list[tuple[float, bool]])
     speed, other = either[::-1] if clipped > 0.5 and either[1] is not None else either
     predicted = zip(measured, (said.gpu, said.host, speed), strict=True)
     return {
-        "choice": str(plan.choice),
+        "choice": plan.choice.words(plan.has_gpu),
         **{name: {"predicted": value, "measured": measured[name]} for name, value in predicted},
         "clipped_share": clipped,
         "otherwise_tokens_per_second": other,  # predicted of the other kind of step
     }
 
 
+_PLACEMENTS = {
+    "resident": "weights, gradients and AdamW's states stay there",
+    "streamed": "layers pass through it while others wait below",
+}
+
+
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """The report as the lines of a table."""
-    levels = [("level", "peak", "capacity", "hits", "misses", "hit rate")]
+    """The report as the lines of a table, without what says nothing of this run."""
+    streamed = report["placement"] != "resident"
+    rows = [("memory", "most used", "of", *(["weights found there"] if streamed else []))]
     for level in report["levels"]:
+        if not level["peak_bytes"]:
+            continue
         rate = level["hit_rate"]
         sizes = (format_bytes(level["peak_bytes"]), format_bytes(level["capacity_bytes"]))
-        counts = (str(level["hits"]), str(level["misses"]), "-" if rate is None else f"{rate:.1%}")
-        levels.append((level["level"], *sizes, *counts))
-    links = [("link", "bytes", "busy")]
+        share = [] if not streamed else ["" if rate is None or len(rows) > 1 else f"{rate:.1%}"]
+        rows.append((level_in_words(level["level"]), *sizes, *share))
+    links = [("moved", "bytes", "in")]
     for link in report["links"]:
-        name = f"{link['source']} > {link['destination']}"
+        name = f"{level_in_words(link['source'])} to {level_in_words(link['destination'])}"
         links.append((name, format_bytes(link["bytes"]), format_seconds(link["seconds"])))
     formats, peak, updates = report["formats"], report["gpu_peak_bytes"], report["host_updates"]
     count, took = updates["parameters"], format_seconds(updates["seconds"])
     on_cpu = f"; {count:,} parameters updated on the CPU in {took}" if count else ""
     lines = [
-        *columns(levels, right=range(1, 6)),
+        *columns(rows, right=range(1, 4)),
         *(["", *columns(links, right=(1, 2))] if report["links"] else []),
         "",
-        f"placement: {report['placement']}, {report['groups']} layer groups",
+        f"placement: {report['placement']} ({_PLACEMENTS[report['placement']]}), {report['groups']} layer groups",
         f"AdamW: {formats['states']} states, {formats['masters']} masters{on_cpu}",
-        f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run",
-        f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}",
     ]
+    if streamed:
+        waited, share = format_seconds(report["stall_seconds"]), report["stalled_share"]
+        lines.append(f"time waited for weights, gradients and states to move: {waited}, {share:.1%} of the run")
+    if report["ssd_written_bytes"]:
+        lines.append(f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}")
     if peak is not None:
         allocated, reserved = format_bytes(peak["allocated"]), format_bytes(peak["reserved"])
         lines.append(f"GPU at the peak, activations included: {allocated} allocated, {reserved} reserved")
@@ -293,6 +305,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     found, rows = report["plan"], [("plan", "predicted", "measured", "off by")]
     for name, text in NUMBERS.items():
         said, was = found[name]["predicted"], found[name]["measured"]
+        if not said and not was:
+            continue
         show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
         rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
     lines += ["", *columns(rows, right=(1, 2, 3))]

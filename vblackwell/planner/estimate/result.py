@@ -7,6 +7,7 @@ from vblackwell.machine.gpus import KnownGPU
 from vblackwell.planner.estimate.measured import Measured
 from vblackwell.planner.forecast import OffloadEstimate
 from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT, MemoryEstimate, Run
+from vblackwell.planner.placement import lane_words
 from vblackwell.planner.several_gpus import ShardedStep
 from vblackwell.trace.trace import Trace
 from vblackwell.units import format_bytes
@@ -139,12 +140,14 @@ class Estimated:
         elif stack is not None:
             disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
             level0, step, lost, host = map(format_bytes, (stack.level0, stack.step, stack.fragmentation, stack.host))
-            held = f"{level0} of level 0 and {step} of activations and workspace on the GPU"
+            held = f"{level0} of weights and buffers and {step} of activations and workspace on the GPU"
             lines.append(f"with an offload stack: {held}, about {lost} lost between them, {host} of RAM{disk}")
         if self.resident is not None and self.fits:
             lines.append(f"about {self.resident:,.0f} tokens/s")
         if stack is not None and stack.tokens_per_second is not None:
-            lines.append(f"about {stack.tokens_per_second:,.0f} tokens/s streamed; busiest: {stack.bottleneck}")
+            lines.append(
+                f"about {stack.tokens_per_second:,.0f} tokens/s streamed; busiest: {lane_words(stack.bottleneck or '')}"
+            )
         if self.several is not None:
             lines += self.several.lines()
         return lines
