@@ -140,7 +140,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
         ([*levels, "--prompt", "a", "--prefill-chunk", "0"], "prefill chunk 0"),
         ([*levels, "--prompt", "a", "--fp4-layers", "mlp"], "add it, or drop them"),
         ([*levels, "--prompt", "x" * 70], "the model's limit is 64"),
-        (["--fast-memory", "8KiB", "--prompt", "a", "--device", "cpu"], "raise fast_memory"),
+        (["--fast-memory", "8KiB", "--prompt", "a", "--device", "cpu"], "raise --fast-memory"),
     ):
         assert main([*common, *words]) == 2
         assert part in capsys.readouterr().err
