@@ -130,6 +130,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
     assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
     capsys.readouterr()
+    monkeypatch.setattr("vblackwell.folders.hub.check_reachable", lambda model: None)
     monkeypatch.setattr(load, "find_folder", lambda model: folder if model == "owner/name" else Path(model))
     assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()

@@ -449,4 +449,5 @@ def test_of_a_repository_only_the_files_that_are_read_are_fetched(monkeypatch, t
         return tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("vblackwell.folders.hub._offline", lambda: None)
     assert find_folder("owner/name") == tmp_path and sorted(fetched) == sorted(there)
