@@ -311,26 +311,29 @@ class Updates(FastestUpdates):
         return self.place(cpu or self.cpu)
 
 
-def looks(updates: Updates, rates: list[float], seconds: float = 1.0) -> tuple[HostShare, dict[int, Any]]:
+def looks(updates: FastestUpdates, rates: list[float], seconds: float = 1.0) -> tuple[HostShare, dict[int, Any]]:
     """What is found after each step whose updates have the next of ``rates``; steps after which nothing is asked are
-    left out.
+    left out. What is found is done.
     """
     total = [0, 0.0]
     share, found = HostShare(updates, lambda: (total[0], total[1])), dict[int, Any]()
-    share.place = share.first(1, True)
+    share.moved(share.first(1, True), 0)
     for step, rate in enumerate(rates, 1):
         total[0] += int(rate * seconds)
         total[1] += seconds
         if step >= share.next_look:
             found[step] = share.again(step, 1, True)
+            if found[step] is not None:
+                share.moved(found[step], step)
     return share, found
 
 
-def test_the_first_steps_do_not_count_and_looks_become_rare():
+def test_new_steps_do_not_count_and_looks_become_rare():
     updates = Updates(1000.0, lambda cpu: round(cpu / 4000, 2))
-    _, found = looks(updates, [10.0, 10.0, *[2000.0] * 38])
-    assert found == {2: None, 5: 0.5, 10: None, 20: None, 40: None}
+    share, found = looks(updates, [10.0, 10.0, 2000.0, 2000.0, 2000.0, 10.0, 10.0, *[2000.0] * 33])
+    assert found == {2: None, 5: 0.5, 7: None, 10: None, 20: None, 40: None}
     assert updates.asked == [(1, True, 1000.0), (1, True, 2000.0)]
+    assert share.rates == [(1000.0, 0.25), (2000.0, 0.5)]
 
 
 def test_a_rate_that_changes_later_is_met():
@@ -354,24 +357,31 @@ def test_little_is_no_reason(rate: float, seconds: float, place: Callable[[float
 
 
 @pytest.mark.parametrize("place", [0.25, "host"])
-def test_a_place_that_was_stated_stays_and_tells_what_it_shows(place: float | str):
-    told, total = list[float](), [0]
-    share = HostShare(FastestUpdates({}, 0.0, 0.0, place), lambda: (total[0], total[0] / 2000.0))
-    share.place, share.found = share.first(1, True), told.append
-    for step in (2, 5, 10):
-        total[0] += 10000
-        assert share.again(step, 1, True) is None and share.place == place
-    assert told == [2000.0]
+def test_a_place_that_was_stated_stays(place: float | str):
+    share, found = looks(FastestUpdates({}, 0.0, 0.0, place), [1000.0] * 12)
+    assert set(found) == {2, 5, 10} and not any(found.values())
+    assert share.place == place and share.about == ""
 
 
-def test_what_steps_showed_is_told():
-    told = list[float]()
-    share = HostShare(Updates(1000.0, lambda cpu: 0.5), lambda: (total, total / 2000.0))
-    share.place, share.found, total = 0.5, told.append, 0
+def test_what_fails_in_a_look_is_done_at_the_next():
+    """A simulation that Ctrl-C ends, or a move that fails: nothing is as if it had been."""
+
+    def interrupted(cpu: float) -> float:
+        if cpu > 1500 and fails.pop():
+            raise KeyboardInterrupt
+        return cpu / 4000
+
+    fails, total = [False, True], [0.0]
+    share = HostShare(Updates(1000.0, interrupted), lambda: (int(2000 * total[0]), total[0]))
+    share.moved(share.first(1, True), 0)
+    found = list[Any]()
     for step in (2, 5, 10):
-        total += 10000
-        assert share.again(step, 1, True) is None  # the same share
-    assert told == [2000.0]  # once: it is what is taken from then on
+        total[0] += 1.0
+        try:
+            found.append(share.again(step, 1, True))
+        except KeyboardInterrupt:
+            found.append("interrupted")
+    assert found == [None, "interrupted", 0.5] and share.place == 0.25
 
 
 # -- and changes -------------------------------------------------------------------------------------------------------
@@ -388,7 +398,7 @@ def test_a_run_moves_updates_when_its_steps_show_another_rate(
     enable_vgpu_stack_optimization(model, stack, placement="streamed")
     ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True, accumulation_steps=micro_batches)
     theirs, engine = torch.optim.AdamW(plain.parameters(), fused=True), offload_of(model)
-    shown = engine.host_share.cpu * faster
+    shown = engine.host_share.rates[0][0] * faster
     monkeypatch.setattr(engine.host_share, "_updated", lambda: (int(shown * ours.num_steps_seen), ours.num_steps_seen))
     ours.num_steps_seen = 0  # a second a step
     places = list[list[str]]()
@@ -440,3 +450,45 @@ def test_moving_between_any_steps_changes_no_bit(dtype: torch.dtype, host_kib: i
         pair.assert_states()
         release(pair.model)
         assert all(level.used_bytes == 0 for level in stack.levels)
+
+
+def test_gradients_that_are_given_up_after_a_move_get_no_sums():
+    """Of a step that clipped, when the next forward has begun: memory for sums would be kept for nothing."""
+    levels = [{"capacity_mb": size / 1024, "device": "cpu"} for size in (behind_twins.FAST_BYTES / 1024, 540)]
+    with VGPUStack({"levels": levels}) as stack:
+        pair = behind_twins.Twins(stack, 0.5, torch.bfloat16)
+        pair.limit(1e-3)
+        engine, control = pair.engine, pair.engine.step_control
+        for step in range(4):
+            loss = behind_twins.loss_of(pair.model, step)
+            control.divide_anew(engine._placed.updated(SHARES[step]))
+            pair.zero_grad()
+            loss.backward()
+            pair.plain.backward(step)
+            pair.step_any(zero=False)
+        assert not any((group, "accumulated") in engine.storage for group in engine.groups)
+        pair.assert_states()
+        release(pair.model)
+
+
+def test_no_states_come_up_for_groups_that_have_moved_to_the_host(make_stack: MakeStack):
+    """What the last backward's order has of them is not what this one needs."""
+    model = build(DECODER)
+    enable_vgpu_stack_optimization(model, make_stack(512 << 10), placement="streamed", update=0.0)
+    ours, engine = VGPUAdamW(model.parameters(), update_in_backward=True), offload_of(model)
+    expected, expect = list[Any](), engine.level0._lane.expect
+
+    def noted(groups: Any, *more: Any) -> None:
+        expected[:] = groups
+        expect(groups, *more)
+
+    engine.level0._lane.expect = noted
+    for step in range(4):
+        if step == 3:
+            engine.step_control.divide_anew(engine._placed.updated(0.5))
+        DECODER.loss(model, step).backward()
+        assert set(expected) == (engine.level0.groups if step else set())
+        ours.step()
+        ours.zero_grad()
+    assert 0 < len(engine.level0.groups) < len(engine.groups)
+    assert any(state.behind is not None for state in engine.states.values()), "room for rollbacks was made anew"

@@ -28,7 +28,7 @@ from vblackwell.offload.layout.groups import (
     refuse_untrainable,
 )
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions
-from vblackwell.offload.measure import keep_step_rate, rates_together
+from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.state import Level0Budget
 from vblackwell.offload.resident import Resident
@@ -170,8 +170,6 @@ def enable_vgpu_stack_optimization(
             store = ActivationStore(stack, f"{name}/activations", may_stay=chosen) if activations == "host" else None
             measured = functools.partial(rates_together, device) if on_gpu else None
             engine = stream(model, stack, name, options, source, store, measured)
-            if on_gpu:
-                engine.host_share.found = functools.partial(keep_step_rate, device)
         names[name] = engine.finalizer
         undone.pop_all()
     stack.measure_host_memory()  # the model's own is free now: moments, whose places are next, may have it

@@ -433,7 +433,7 @@ class Offload:
         rest = [group for group in self.groups if group.trainable() and group not in groups]
         control, place = self.step_control, None
         if self.host_share.place is None:
-            place = self.host_share.first(optimizer.accumulation_steps, optimizer.undo)  # seconds; nobody waits
+            place = self.host_share.first(optimizer.accumulation_steps, optimizer.undo)  # maybe seconds
         with self.lock:
             before = control.found
             for found in [before] if place is None else [before.updated(place), before]:
@@ -450,9 +450,8 @@ class Offload:
         if self.level0 is not None and self.step_control.source is None:
             self.level0.compile_ahead()
         self.step_control.source = optimizer
-        if place is not None:
-            # As placed, where RAM has no room for another.
-            self.host_share.place = "auto" if control.found is before else place
+        if place is not None:  # 'auto': as placed, where RAM has no room for another
+            self.host_share.moved("auto" if control.found is before else place, control.num_steps)
 
     def _divide_anew(self) -> None:
         """Between two steps, where the last ones say so: run AdamW elsewhere."""
@@ -461,6 +460,7 @@ class Offload:
             place = share.again(control.num_steps, control.source.accumulation_steps, control.source.undo)
             if place is not None:
                 control.divide_anew(self._placed.updated(place))
+                share.moved(place, control.num_steps)
 
     def optimizers(self) -> list[Any]:
         return [] if self.step_control.source is None else [self.step_control.source]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from vblackwell.offload.layout.forecast import FastestUpdates, Update
 
-FIRST_STEPS = 2  # compile, and bring memory's pages
+NEW = 2  # steps, the first ones and those after a move, that do not count: they compile, and bring memory's pages
 LOOKS = 5  # steps to the first look; then twice as many each time, as machines change
 UNLIKE = 0.1  # of the rate that was taken: hosts do the same step in times that differ by as much
 MIN_SECONDS = 0.1  # of updates, for a rate to be one
@@ -17,45 +17,48 @@ class HostShare:
     """Of one streamed model. ``updated``: parameters that its stack's CPU has updated so far, and the seconds.
 
     Attributes:
-        found: is told the rate of steps where it is another than was taken. rates: that were taken, and the places.
-        place: where updates run, as last chosen; None: not yet.
-        cpu: parameters/s in a step, as last taken; 0: not known, as the place is stated.
+        place: where updates run; None: not yet chosen.
         next_look: steps after which `again` is to be asked.
+        rates: parameters/s in a step, as they were taken, and the places that followed; none where it is stated.
     """
 
     def __init__(self, updates: FastestUpdates, updated: Callable[[], tuple[int, float]]) -> None:
         self._updates, self._updated = updates, updated
-        self.found: Callable[[float], None] | None = None
-        self._since, self.next_look = (0, 0.0), FIRST_STEPS
+        self._cpu = updates.cpu
+        self._since: tuple[int, float] | None = None  # what had been updated when steps began to count
+        self._then, self.next_look = LOOKS, NEW
         self.place: Update | None = None
-        self.cpu = updates.cpu
         self.rates = list[tuple[float, Update]]()
 
     def first(self, micro_batches: int, undo: bool) -> Update:
-        """Before the first step; the caller makes it `place`."""
-        place = self._updates(micro_batches, undo)
-        self.rates = [(self.cpu, place)] if self.cpu else []
-        return place
+        """Before the first step; the caller says with `moved` that it is so."""
+        return self._updates(micro_batches, undo)
 
     def again(self, num_steps: int, micro_batches: int, undo: bool) -> Update | None:
-        """After so many steps: the place from now on where it is another one, else None."""
+        """After so many steps: another place than now if steps have shown a rate that gives one, else None; simulates
+        then, for a second or a few. The caller says with `moved` that it is so.
+        """
         before, self._since = self._since, self._updated()
+        if before is None:
+            self.next_look = self._then
+            return None
         count, seconds = (now - then for now, then in zip(self._since, before, strict=True))
-        was_first, self.next_look = num_steps < LOOKS, max(LOOKS, 2 * num_steps)
-        if was_first or seconds < MIN_SECONDS:
+        self.next_look = self._then = 2 * num_steps
+        if not isinstance(self.place, float) or not self._cpu or seconds < MIN_SECONDS:
             return None
         rate = count / seconds
-        if self.cpu and abs(rate / self.cpu - 1) <= UNLIKE:
+        if abs(rate / self._cpu - 1) <= UNLIKE:
             return None
-        self.cpu = rate
-        if self.found is not None:
-            self.found(self.cpu)
-        place = self._updates(micro_batches, undo, self.cpu)
-        if isinstance(place, str) or isinstance(self.place, str) or abs(place - (self.place or 0.0)) < MIN_CHANGE:
-            return None
+        place = self._updates(micro_batches, undo, rate)
+        self._cpu = rate
+        return None if isinstance(place, str) or abs(place - self.place) < MIN_CHANGE else place
+
+    def moved(self, place: Update, num_steps: int) -> None:
+        """Updates run there from now on."""
         self.place = place
-        self.rates.append((self.cpu, place))
-        return place
+        if isinstance(place, float) and self._cpu:
+            self.rates.append((self._cpu, place))
+        self._since, self.next_look = None, num_steps + NEW
 
     @property
     def about(self) -> str:

@@ -29,7 +29,6 @@ from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import map_slab
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.engine import stream
-from vblackwell.offload.layout.forecast import CPU_IN_STEP
 from vblackwell.offload.layout.lanes import CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -385,14 +384,6 @@ def rates_together(device: torch.device) -> tuple[float, float]:
     found = median_sample(samples.samples)
     keep_together(*known_as, *found)
     return found
-
-
-def keep_step_rate(device: torch.device, cpu: float) -> None:
-    """Let what `rates_together` has measured today be what gives updates in steps their rate, ``cpu`` parameters/s."""
-    known_as = torch.cuda.get_device_name(device), update_threads()
-    if (kept := kept_together(*known_as)) is not None:
-        keep_together(*known_as, kept[0], cpu / CPU_IN_STEP)
-        rates_together.cache_clear()
 
 
 class TogetherSamples:

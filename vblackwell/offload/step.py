@@ -87,7 +87,6 @@ class StepControl(Mover):
         made anew.
         """
         self.roll_back()
-        self.scale_stored()
         for group in self._groups:
             self._places[group].wait(group)
         if self.level0 is not None:
@@ -102,6 +101,8 @@ class StepControl(Mover):
             self.divide(found)
             if self.level0 is not None:
                 self.level0.compile_ahead()
+        if self._spare is not None:
+            self._spare.count_anew()
 
     @property
     def between_steps(self) -> bool:

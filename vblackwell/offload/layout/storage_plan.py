@@ -125,7 +125,7 @@ class StoragePlan:
         """Where staged bytes are: the first usable level in RAM, level 0 if there is none."""
         return next((level for level in self.usable if self.levels[level].kind == "ram"), 0)
 
-    @property
+    @cached_property
     def uses_disk(self) -> bool:
         """Whether a range is on a disk."""
         return any(self.levels[placed.level].kind == "disk" for placed in self.ranges.values())

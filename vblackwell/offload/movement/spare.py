@@ -53,6 +53,11 @@ class SpareMemory:
         self._steps = self._first = self._forwards = 0
         self._since = self._clock()  # the first steady one
 
+    def count_anew(self) -> None:
+        """Steps were held up: those since do not tell how busy links are, and whether the GPU waits for the host."""
+        self._steps = 0
+        self._since, self._first = self._clock(), self._reserved
+
     def _clock(self) -> tuple[float, list[float]]:
         """The time, and those of links."""
         return time.perf_counter(), [link["seconds"] for link in self._stack.get_stats()["links"]]
