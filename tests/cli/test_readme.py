@@ -30,8 +30,9 @@ def in_order(lines: list[str], printed: list[str]) -> None:
 
 
 def masked(line: str) -> str:
-    """Without what differs from run to run: numbers, their units, and the widths of columns."""
+    """Without what differs from run to run: numbers, their units, waits where there were any, and widths of columns."""
     line = re.sub(r"^step \d+", "step #", line)
+    line = re.sub(r"  waited \S+ s for it", "", line)
     line = re.sub(r"\d[\d.,:]*%?( (?:ms|s|B|[KMG]iB))?(?![\w/])", "#", line)
     return " ".join(line.split())
 

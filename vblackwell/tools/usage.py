@@ -52,9 +52,10 @@ def _place(action: argparse.Action) -> str:
 
 def _entry(action: argparse.Action, default: str | None, columns: int) -> list[str]:
     """A flag, its values and its default."""
-    switch, value = isinstance(action.default, bool), action.metavar or "VALUE"
-    # Of a switch what changes something.
-    flags = [each for each in action.option_strings if not switch or each.startswith("--no-") == action.default]
+    switch, value = any(each.startswith("--no-") for each in action.option_strings), action.metavar or "VALUE"
+    # Of a switch what changes something; both where neither is the default.
+    off = action.default if switch else None
+    flags = [each for each in action.option_strings if off is None or each.startswith("--no-") == off]
     name = ", ".join(flags) + ("" if switch else f" {value}") if flags else _place(action)
     text = str(action.help or "")
     if default is None and action.default is not None:
