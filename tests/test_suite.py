@@ -77,7 +77,7 @@ def test_the_package_neither_forks_nor_unpickles():
             assert not ways_to_fork_or_unpickle(text), path
 
 
-OTHER_FOLDERS = {"benchmarks", "cli", "docs", "faults"}  # tests of more than a folder of the package
+OTHER_FOLDERS = {"benchmarks", "cli", "docs", "faults", "first_hour"}  # tests of more than a folder of the package
 
 
 def test_tests_lie_where_the_package_has_what_they_test():

@@ -42,7 +42,7 @@ def chosen(facts, **flags):
     [
         (GPU, BF16, "bf16"), (GPU, FP16, "bf16"), (GPU, FP32, "bf16"), (GPU, None, "auto"),
         (OLD_GPU, BF16, "fp16"), (OLD_GPU, FP16, "fp16"), (OLD_GPU, FP32, "fp16"),
-        (CPU, BF16, "bf16"), (CPU, FP16, "bf16"), (CPU, FP32, "fp32"), (CPU, None, "auto"),
+        (CPU, BF16, "fp32"), (CPU, FP16, "fp32"), (CPU, FP32, "fp32"), (CPU, None, "auto"),
     ],
 )  # fmt: skip
 def test_a_folder_computes_in_its_type_and_a_preset_as_its_recipe(machine, weights, precision):

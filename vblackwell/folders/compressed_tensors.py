@@ -59,6 +59,10 @@ def packed_linears(config: Mapping[str, Any], linears: Iterable[str]) -> PackedL
 
 def not_trained(folder: object, config: Mapping[str, Any]) -> Unsupported:
     """What to say where packed weights, of a ``quantization_config``, would have to be trained."""
+    try:
+        format_of_config(config)
+    except Unsupported as error:  # nor used
+        return Unsupported(f"the weights of {folder} are quantised: {error}")
     kind = str(config.get("format") or config.get("quant_method"))
     kind = next((name for name, other in KINDS.items() if other == kind and name in _FP4), kind)
     ways = "add --lora 16 (lora=vb.Lora(16)) to train adapters over them, or give the folder that it was packed from"

@@ -31,7 +31,7 @@ from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.quantized import PackedWeights, Packing
 from vblackwell.nn.convert.linears import HEAD, find_linears, store_linears, store_packed
 from vblackwell.nn.convert.lora import Lora, add_adapters, base_name, file_name, fill_adapter, is_adapter
-from vblackwell.nn.linear.packed_linear import pack
+from vblackwell.nn.linear.packed_linear import pack, turned
 from vblackwell.nn.linear.stored_fp4 import stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
@@ -180,7 +180,8 @@ def _filling(
                 if isinstance(weights, PackedWeights):
                     packed = weights.packed(weight_name.removesuffix(".weight"), linear.dtype, device)
                 else:
-                    packed = pack(weights.read(weight_name, linear.dtype, device), linear.form.name, weight_name)
+                    weight = turned(weights.read(weight_name, linear.dtype, device), linear.transposed)
+                    packed = pack(weight, linear.form.name, weight_name)
                 parts = linear.bytes_of_packed(packed, weight_name)
                 ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
             out.copy_(ready.pop(name))

@@ -33,6 +33,12 @@ from vblackwell.memory.transfer import (
 from vblackwell.units import align_up, format_bytes
 
 
+def level_in_words(label: str) -> str:
+    """A level's name, of several with one '#' and a number behind it, as people call it."""
+    kind, number, _ = label.replace("cuda:", "GPU:").replace(":0", "").partition("#")
+    return {"arena": "fast memory", "cpu": "RAM", "ssd": "disk"}.get(kind, kind) + number
+
+
 @dataclass(frozen=True, eq=False)
 class Extent:
     """A contiguous range of bytes held by one level. Compared by identity; made and freed only by its level."""

@@ -18,6 +18,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.kernels.optimizer import cpu
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.level import level_in_words
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, is_causal_lm, restore_causal_lm
 from vblackwell.offload.engine import offload_of, stream
 from vblackwell.offload.layout.groups import (
@@ -224,22 +225,22 @@ def model_plan(model: nn.Module) -> str:
         raise ConfigurationError(
             f"{type(model).__name__} is in no stack: enable_vgpu_stack_optimization(model, stack) first"
         )
-    found, levels = engine.summary(), engine.stack.levels
+    found, names = engine.summary(), [level_in_words(level.name) for level in engine.stack.levels]
     held = [sum(row) for row in zip(*found["bytes_by_level"].values(), strict=True)]
     largest = format_bytes(found["largest_group_bytes"])
     lines = [
         f"{found['placement']}: {found['groups']} layer groups, the largest {largest}",
-        ", ".join(f"{format_bytes(size)} on {level.name}" for level, size in zip(levels, held, strict=False) if size),
+        ", ".join(f"{format_bytes(size)} in {name}" for name, size in zip(names, held, strict=False) if size),
     ]
     if found["placement"] == "streamed":
         trained = [group for group in engine.groups if group.trainable()]
         above = sum(num_elements(group) for group in trained if group.name in found["updated_on_level0"])
         share = above / max(1, sum(map(num_elements, trained)))
-        where = f"{share:.0%} of the parameters on {levels[0].name}, others on the CPU" if above else "on the CPU"
+        where = f"{share:.0%} of the parameters in {names[0]}, others on the CPU" if above else "on the CPU"
         lines += [
-            f"loaded weights may take {format_bytes(found['weights_budget_bytes'])} of {levels[0].name}",
+            f"loaded weights may take {format_bytes(found['weights_budget_bytes'])} of {names[0]}",
             f"AdamW: {where}",
-            f"inputs of checkpoints wait {'in RAM' if found['activations'] else 'on ' + levels[0].name}",
+            f"inputs of checkpoints wait in {'RAM' if found['activations'] else names[0]}",
         ]
         lines += filter(None, [found["host_share"], found["graphs"]])
         if found["steps"]:

@@ -61,12 +61,6 @@ def level_labels(stats: dict[str, Any]) -> list[str]:
     return [name if devices.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(devices)]
 
 
-def level_in_words(label: str) -> str:
-    """A level of `level_labels` as people call it."""
-    kind, number, _ = label.replace("cuda:", "GPU:").replace(":0", "").partition("#")
-    return {"arena": "fast memory", "cpu": "RAM", "ssd": "disk"}.get(kind, kind) + number
-
-
 def link_bytes(stats: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:
     """Bytes moved after ``before`` by 'source>destination'."""
     moved: dict[str, int] = defaultdict(int)

@@ -24,6 +24,7 @@ from vblackwell.machine.device import cap_process, choose_precision, has_bf16
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
+from vblackwell.memory.level import level_in_words
 from vblackwell.nn.convert.training import checkpoint_layers, training_loss
 from vblackwell.nn.decoder.config import find_preset
 from vblackwell.nn.decoder.decoder import Decoder
@@ -44,7 +45,6 @@ from vblackwell.train.defaults import (
     most_sequences,
     shorter_lengths,
 )
-from vblackwell.train.metrics import level_in_words
 from vblackwell.train.model import (
     TrainableModel,
     check_length,

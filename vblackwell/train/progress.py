@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from vblackwell.train.metrics import StepRecord, level_in_words
+from vblackwell.memory.level import level_in_words
+from vblackwell.train.metrics import StepRecord
 from vblackwell.units import format_bytes, format_seconds
 
 PLAIN_SECONDS = 5.0  # between lines that stay

@@ -22,6 +22,7 @@ from vblackwell.generate.adapters import adapted
 from vblackwell.generate.generate import generate_batch, position_limit
 from vblackwell.generate.sampling import Sampling
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
+from vblackwell.memory.level import level_in_words
 from vblackwell.offload.api import offload_of
 from vblackwell.planner.placement import Plan
 from vblackwell.planner.predictions import NUMBERS, keep_prediction
@@ -35,7 +36,7 @@ from vblackwell.train.checkpoint import (
     write_checkpoint,
 )
 from vblackwell.train.config import TrainConfig, refuse_changes
-from vblackwell.train.metrics import MetricsLog, StepRecord, level_in_words, level_labels
+from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
