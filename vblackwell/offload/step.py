@@ -102,7 +102,7 @@ class StepControl(Mover):
             if self.level0 is not None:
                 self.level0.compile_ahead()
         if self._spare is not None:
-            self._spare.count_anew()
+            self._spare.held_up()
 
     @property
     def between_steps(self) -> bool:

@@ -139,6 +139,19 @@ OTHERS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_what_holds_steps_up_does_not_make_links_idle(world: World, told: bool):
+    """Updates that change places between two steps; weights get what is left no later for it."""
+    world.busy = 0.9
+    world.steps(STEADY - 1, ids(4, 64))
+    world.time += 20
+    if told:
+        world.spare.held_up()
+    world.steps(2, ids(4, 64))
+    assert world.budget == grown(4 * 64)
+    assert (world.spare.graphs.declined == "steps wait for the link") == told
+
+
 @pytest.mark.parametrize(("busy", "allowed"), [(0.5, 1), (0.9, 0)])
 def test_where_a_link_is_what_steps_wait_for_weights_get_all(world: World, busy: float, allowed: int):
     """Before steps were steady it may have been idle, or the other way round."""

@@ -53,10 +53,10 @@ class SpareMemory:
         self._steps = self._first = self._forwards = 0
         self._since = self._clock()  # the first steady one
 
-    def count_anew(self) -> None:
-        """Steps were held up: those since do not tell how busy links are, and whether the GPU waits for the host."""
-        self._steps = 0
-        self._since, self._first = self._clock(), self._reserved
+    def held_up(self) -> None:
+        """Steps were held up: the time until now does not tell how busy links are in them."""
+        if not self._granted:
+            self._since = self._clock()
 
     def _clock(self) -> tuple[float, list[float]]:
         """The time, and those of links."""
