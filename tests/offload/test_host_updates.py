@@ -5,10 +5,12 @@ which share of all they are, looked at when steps have shown their rate, and mov
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -334,6 +336,22 @@ def test_new_steps_do_not_count_and_looks_become_rare():
     assert found == {2: None, 5: 0.5, 7: None, 10: None, 20: None, 40: None}
     assert updates.asked == [(1, True, 1000.0), (1, True, 2000.0)]
     assert share.rates == [(1000.0, 0.25), (2000.0, 0.5)]
+
+
+def test_what_was_simulated_keeps_no_placement_alive():
+    """Of a model that is gone, without a collection: its memory is wanted now."""
+
+    class Placed:
+        pass
+
+    placed: Any = Placed()
+    seen, updates = weakref.ref(placed), FastestUpdates({0.5: placed}, 1e9, 1e9)
+    gc.disable()
+    try:
+        del placed, updates
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_rate_that_changes_later_is_met():

@@ -219,12 +219,17 @@ class FastestUpdates:
     def __init__(self, placed: Mapping[float, StreamedPlacement], link: float, cpu: float, place: Update = 0.0) -> None:
         self.cpu = cpu
         self._placed, self._link, self._place = placed, link, place
-        self._fastest = functools.cache(self._fastest_of)
+        self._found: dict[tuple[int, bool, float], float] = {}  # no functools.cache, whose circle keeps groups alive
 
     def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None) -> Update:
-        return self._fastest(micro_batches, undo, cpu or self.cpu) if self._placed else self._place
+        if not self._placed:
+            return self._place
+        asked = micro_batches, undo, cpu or self.cpu
+        if asked not in self._found:
+            self._found[asked] = self._fastest(*asked)
+        return self._found[asked]
 
-    def _fastest_of(self, micro_batches: int, undo: bool, cpu: float) -> float:
+    def _fastest(self, micro_batches: int, undo: bool, cpu: float) -> float:
         """Of every fourth share and all on the host, and of those near the best of these."""
         # With an endless disk: where one bounds a step, all shares would seem alike.
         passing = self._link, self._link, self._link, self._link
