@@ -59,6 +59,7 @@ def on(folder: Path, request: pytest.FixtureRequest) -> Type:
     """``on(words, ...)``: the screen after a command that ends well; at most three of them."""
     count = 0
     environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # their memory is the cap, also where the tests run beside a GPU
 
     def type_it(*words: str, program: tuple[str, ...] = VB) -> Screen:
         nonlocal count
