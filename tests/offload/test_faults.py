@@ -416,10 +416,13 @@ def test_a_refused_accumulation_keeps_nothing_of_level_0(make_stack: MakeStack):
         model(x).float().sum().backward()
 
 
+@pytest.mark.parametrize("kept", [False, True])
 def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
-    late_worker: None, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+    kept: bool, late_worker: None, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
 ):
-    """Sums under way on a GPU: their copies are over, their memory is not free yet, and there is no other."""
+    """Sums under way on a GPU: their copies are over, their memory is not free yet, and there is no other. ``kept``: it
+    is what announced sums have from the beginning, so that what is left need not be in one piece.
+    """
 
     class OnGpu:
         device = SimpleNamespace(type="cuda")
@@ -440,11 +443,13 @@ def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
     monkeypatch.setattr(
         VGPUStack, "write", lambda self, target, source: write(self, target, getattr(source, "bytes_there", source))
     )
+    storage.reserve([], incoming_bytes=kept * group.num_bytes)
     room = storage.take_host("incoming", group.num_bytes)
     with pytest.raises(InsufficientMemory):
         while True:
             storage.take_host("everything else", 4096)
-    storage.give(room)  # room for one
+    if not kept:
+        storage.give(room)  # room for one
     for _ in range(3):
         reservation = storage.take("leaving", group.num_bytes, 0)
         view = reservation.view()

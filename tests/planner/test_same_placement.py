@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,10 @@ def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     capacities = [choice.level0_bytes, *below]
     found = place_streamed(model, spaces(capacities, on_gpu=True), options)
     gradients = found.gradient_ranges(found.trainable, case.micro_batches, undo=undo)
-    storage = found.storage.with_ranges(gradients + moment_ranges(found.trainable))
+    incoming_bytes = found.incoming_bytes(case.micro_batches, undo=undo)
+    storage = replace(found.storage, incoming_bytes=incoming_bytes)
+    storage = storage.with_ranges(gradients + moment_ranges(found.trainable))
+    assert (incoming_bytes > 0) == (case.micro_batches > 1 and bool(found.incoming_bytes(3, undo=undo)))
     told = placed.step.bytes_by_level
     assert {kind: row for kind, row in told.items() if kind in KINDS} == storage.bytes_by_level()
     assert (told["ring"][0], placed.step.lanes.weight_budget) == (found.ring_bytes, found.budget_bytes)

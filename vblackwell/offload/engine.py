@@ -431,17 +431,19 @@ class Offload:
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
         # What parameters that are added later will need, too: host memory through which that spills is not given back.
         rest = [group for group in self.groups if group.trainable() and group not in groups]
-        control, place = self.step_control, None
+        control, place, micro_batches = self.step_control, None, optimizer.accumulation_steps
+        undo = optimizer.undo or not optimizer.update_in_backward
         if self.host_share.place is None:
-            place = self.host_share.first(optimizer.accumulation_steps, optimizer.undo)  # maybe seconds
+            place = self.host_share.first(micro_batches, optimizer.undo)  # maybe seconds
         with self.lock:
             before = control.found
             for found in [before] if place is None else [before.updated(place), before]:
                 control.divide(found)
-                now, then = (self._gradient_ranges(each, optimizer) for each in (groups, rest))
+                now, then = (found.gradient_ranges(each, micro_batches, undo=undo) for each in (groups, rest))
                 later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]
+                incoming_bytes = found.incoming_bytes(micro_batches, undo=undo)
                 try:
-                    reserve(lambda: self.storage.reserve(now + fresh, later), self._budget.free_host)  # noqa: B023
+                    reserve(partial(self.storage.reserve, now + fresh, later, incoming_bytes), self._budget.free_host)
                     break
                 except InsufficientMemory:  # groups that are updated on level 0 may need more of RAM
                     if found is before:
@@ -476,10 +478,6 @@ class Offload:
         tasks = [self.worker.submit(self.storage.zero, group, kind) for group, kind in ranges]
         if tasks:
             self.worker.drain()
-
-    def _gradient_ranges(self, groups: list[Group], optimizer: Any) -> list[tuple[Group, str]]:
-        undo = optimizer.undo or not optimizer.update_in_backward
-        return self.step_control.found.gradient_ranges(groups, optimizer.accumulation_steps, undo=undo)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """What runs where: the share of updates that the CPU gets, and which updates wait for the next forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -51,6 +53,32 @@ def test_of_several_micro_batches_the_first_groups_of_the_backward_are_updated_l
     storage = found.storage.with_ranges([(g, "gradient") for g in found.groups] + moment_ranges(found.groups))
     early = [sum(found.early(storage, number), []) for number in (1, 2)]
     assert [len(each) for each in early] == [10, 10 - len(late)]
+
+
+def test_what_sums_pass_is_in_ram_before_shadows_and_refused_where_it_has_no_room():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64 + 64 * (number == 0)) for number in range(4)))
+    model[1] = torch.nn.Linear(128, 64)
+    found = place_streamed(model, spaces([MiB, GiB], on_gpu=True), StreamingOptions(torch.bfloat16, update="host"))
+    largest = max(group.num_bytes for group in found.groups)
+    assert [found.incoming_bytes(number, undo=True) for number in (1, 2, 3)] == [0, largest, largest]
+    arena = place_streamed(model, spaces([MiB, GiB], on_gpu=False), StreamingOptions(torch.bfloat16, update="host"))
+    assert arena.incoming_bytes(3, undo=True) == 0, "the worker reads it where it is"
+
+    ranges = found.gradient_ranges(found.trainable, 3, undo=True) + moment_ranges(found.trainable)
+    plan = replace(found.storage, incoming_bytes=largest).with_ranges(ranges)
+    alone = found.storage.with_ranges(ranges)
+    pages = plan.levels[1].used_bytes - alone.levels[1].used_bytes
+    assert largest <= pages < largest + 4096 and plan.ranges == alone.ranges
+    assert plan.with_ranges(ranges) is plan, "it is taken once"
+    full = replace(alone.levels[1], capacity_bytes=alone.levels[1].used_bytes)
+    small = replace(
+        found.storage, levels=(alone.levels[0], replace(full, used_bytes=found.storage.levels[1].used_bytes))
+    )
+    assert small.with_ranges(ranges).levels[1].free_bytes == 0
+    with pytest.raises(InsufficientMemory, match="the model's bytes need"):
+        replace(small, incoming_bytes=largest).with_ranges(ranges)
+    with pytest.raises(InsufficientMemory, match="sums of gradients pass through RAM, which takes .* and 0 B are free"):
+        replace(alone, levels=(alone.levels[0], full), incoming_bytes=largest).with_ranges([])
 
 
 def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():

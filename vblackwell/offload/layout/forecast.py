@@ -97,7 +97,9 @@ def _forecast(
 ) -> StepForecast:
     trainable = found.trainable
     gradients = found.gradient_ranges(trainable, micro_batches, undo=undo)
-    storage = found.storage.with_ranges(gradients + moment_ranges(trainable))
+    incoming_bytes = found.incoming_bytes(micro_batches, undo=undo)
+    storage = replace(found.storage, incoming_bytes=incoming_bytes)
+    storage = storage.with_ranges(gradients + moment_ranges(trainable))
     behind, shadowed = found.early(storage, micro_batches) if undo else ([], [])
     early = {*behind, *shadowed} if undo else {group for group in trainable if group.all_trainable()}
     deferred = [group for group in trainable if group not in early]

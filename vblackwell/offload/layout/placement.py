@@ -137,11 +137,25 @@ class StreamedPlacement:
         the step, or can be rolled back, which takes the gradient; without it an update on level 0 that follows its
         backward at once uses up the last gradient there, and of two micro-batches the sum as well.
         """
+        held, sums = self._gradients_held(groups, micro_batches, undo)
+        return [(g, "gradient") for g in held] + [(g, "accumulated") for g in sums if not g.is_fp32]
+
+    def _gradients_held(
+        self, groups: Sequence[Group], micro_batches: int, undo: bool
+    ) -> tuple[list[Group], list[Group]]:
+        """Of ``groups`` those whose gradients are held below level 0, and those that are summed there."""
         at_once = set(self.on_level0) - set(self.slice_rows)
         late = [group for group in groups if undo or group not in at_once or not group.all_trainable()]
-        held = groups if micro_batches > 1 else late
+        held = list(groups) if micro_batches > 1 else late
         sums = held if micro_batches > 2 else late if micro_batches == 2 else [g for g in late if g in self.sent_twice]
-        return [(g, "gradient") for g in held] + [(g, "accumulated") for g in sums if not g.is_fp32]
+        return held, sums
+
+    def incoming_bytes(self, micro_batches: int, *, undo: bool) -> int:
+        """RAM in one piece that a GPU's gradients need on their way to a sum; slices find some, or wait for this."""
+        _, sums = self._gradients_held(self.trainable, micro_batches, undo)
+        if self.storage.levels[0].kind != "gpu":
+            return 0
+        return max((group.num_bytes for group in sums if group not in self.slice_rows), default=0)
 
     def early(self, storage: StoragePlan, micro_batches: int) -> tuple[list[Group], list[Group]]:
         """Those groups that are updated before their step, as far as there is room for a rollback where all of

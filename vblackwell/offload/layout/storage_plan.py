@@ -16,6 +16,7 @@ from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, 
 from vblackwell.units import align_up, format_bytes
 
 PAGE = 4096  # direct I/O reads and writes at multiples of it
+INCOMING = "incoming"  # of staging: what a GPU's gradients pass that are added to earlier ones
 MAX_SETS = 3  # one that is read, one at work, one that is written
 SETS_SHARE = 4  # all sets together take at most 1 / SETS_SHARE of the host level, where that leaves one
 GOLDEN = 0.6180339887498949
@@ -31,8 +32,11 @@ def ranges_do_not_fit(num_bytes: int, staging_bytes: int, free_bytes: int) -> In
     return InsufficientMemory(said, needed_bytes=asked, available_bytes=free_bytes)
 
 
-def staging_does_not_fit(num_bytes: int, what: str, free_bytes: int) -> InsufficientMemory:
-    said = f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it {what}, and "
+STATES, SUMS = "states on a disk", "sums of gradients"
+
+
+def staging_does_not_fit(num_bytes: int, what: str, free_bytes: int, who: str = STATES) -> InsufficientMemory:
+    said = f"{who} pass through RAM, which takes {format_bytes(num_bytes)} of it {what}, and "
     said += f"{format_bytes(free_bytes)} are free: raise host_memory (the capacity of the 'cpu' level)"
     return InsufficientMemory(said, needed_bytes=num_bytes, available_bytes=free_bytes)
 
@@ -65,7 +69,7 @@ class PlacedRange:
 
 @dataclass(frozen=True)
 class Staging:
-    """Host memory for ranges that are not addressable."""
+    """Host memory for ranges that are not addressable, and for what is on its way to a sum."""
 
     by_kind: Mapping[str, int] = field(default_factory=dict)  # through which the worker works on one range at a time
     num_sets: int = 0  # through which groups that are updated on level 0 pass, one each
@@ -90,6 +94,7 @@ class StoragePlan:
     ranges: Mapping[tuple[int, str], PlacedRange] = field(default_factory=dict)
     staging: Staging = field(default_factory=Staging)
     sets_fixed: bool = False  # the staging sets are in use and stay what they are
+    incoming_bytes: int = 0  # of the staging `INCOMING`, which the next ranges come with
 
     @classmethod
     def empty(
@@ -142,7 +147,7 @@ class StoragePlan:
         levels have no room. ``later``: what will be placed next; host memory to work on it, if it spills, is taken now.
         """
         missing = [pair for pair in wanted if pair not in self]
-        if not missing:
+        if not missing and (INCOMING in self.staging.by_kind or not self.incoming_bytes):
             return self
         below = self._spread(missing)
         staging = self._staging_for(below, self._spread(later))
@@ -217,7 +222,13 @@ class StoragePlan:
         held = self.staging
         if not self.sets_fixed:  # unused sets may become others, and what a larger level has no use for is given back
             below = {kind for (_, kind), placed in self.ranges.items() if self.levels[placed.level].kind != "ram"}
-            held = Staging({kind: size for kind, size in held.by_kind.items() if kind in below})
+            kept = below | {INCOMING}
+            held = Staging({kind: size for kind, size in held.by_kind.items() if kind in kept})
+        if self.incoming_bytes and self.has_host_level and INCOMING not in held.by_kind:
+            free_bytes = self._free(self._levels_with(held))[self.usable.index(self.staging_level)]
+            if self.incoming_bytes > free_bytes:
+                raise staging_does_not_fit(self.incoming_bytes, "for this model", free_bytes, SUMS)
+            held = replace(held, by_kind={INCOMING: align_up(self.incoming_bytes, PAGE), **held.by_kind})
         free = self._free(self._levels_with(held))
         in_ram = [self.levels[level].kind == "ram" for level in self.usable]
         alone = self._place(wanted, free)

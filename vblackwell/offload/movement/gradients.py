@@ -23,6 +23,7 @@ from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer, current_stream, no_inference_mode
 from vblackwell.offload.layout.groups import GRADIENTS, Group, Slot
+from vblackwell.offload.layout.storage_plan import INCOMING
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
     GradientBuffer,
@@ -107,6 +108,7 @@ class GradientCollector(Mover):
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._staying: dict[Group, Staying] = {}  # oldest first
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
+        self._uses_incoming = False  # what is kept for gradients on their way to a sum
         self._wide = torch.empty(0, dtype=torch.float32, device="cpu")  # the worker's
 
     def _state(self, group: Group) -> GradientState:
@@ -287,24 +289,40 @@ class GradientCollector(Mover):
         state = self._state(group)
         if fresh.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, fresh.nbytes)
-            state.task = self._later(self._receive, group, receiver(), reservation, readers, False)
+            state.task = self._later(self._receive, group, receiver(), fresh, readers, lambda: None)
             self._free_after((state.task, *readers), reservation)
             return
         under_way = list[Transfer]()
         # Next to the group's range, which holds the sum so far.
         self._summing.sweep()
+        num_bytes = reservation.num_bytes
         free_some = self.in_flight.free_oldest, self._summing.free_oldest, self._budget.free_host
-        incoming = reserve(lambda: self._storage.take_host("incoming", reservation.num_bytes), *free_some)
+        incoming = reserve(partial(self._take_incoming, num_bytes), *free_some)
         try:
             transfer = self._stack.write(incoming, fresh)
             under_way.append(transfer)
-            before = (transfer, *readers)
-            state.task = self._later(self._receive, group, receiver(), incoming, before, True, arriving=transfer)
+            before, came, end = (transfer, *readers), incoming.bytes[:num_bytes], partial(self._end, incoming)
+            state.task = self._later(self._receive, group, receiver(), came, before, end, arriving=transfer)
         except Exception:
-            free_after(under_way, partial(self._storage.give, incoming))
+            free_after(under_way, partial(self._end, incoming))
             raise
         self._summing.add((state.task,))
         self._free_after(before, reservation)
+
+    def _take_incoming(self, num_bytes: int) -> Reservation:
+        """RAM for a gradient on its way to a sum: what is kept for that, or, where it is in use, any that is free."""
+        kept = self._storage.incoming
+        if kept is None or self._uses_incoming or kept.num_bytes < num_bytes:
+            return self._storage.take_host(INCOMING, num_bytes)
+        self._uses_incoming = True
+        return kept
+
+    def _end(self, incoming: Reservation) -> None:
+        """End of `_take_incoming`."""
+        if incoming is self._storage.incoming:
+            self._uses_incoming = False
+        else:
+            self._storage.give(incoming)
 
     def end_oldest(self) -> bool:
         """Free the oldest bytes in flight for what the current stream queues from now on; False if there are none."""
@@ -433,16 +451,15 @@ class GradientCollector(Mover):
         self._state(group).norms.clear()
 
     def _receive(
-        self, group: Group, receive: Receive, found: Reservation, before: Sequence[Transfer], owned: bool
+        self, group: Group, receive: Receive, fresh: Tensor, before: Sequence[Transfer], end: Callable[[], None]
     ) -> None:
-        """After ``before``, ``receive`` what lies in ``found``, and give that back if it is ``owned``."""
+        """After ``before``, ``receive`` the ``fresh`` bytes, and ``end`` them."""
         try:
             for transfer in before:
                 transfer.wait()
-            receive(found.bytes)
+            receive(fresh)
         finally:
-            if owned:
-                self._storage.give(found)
+            end()
         self._state(group).norms.clear()
 
     def _add(self, group: Group, held: GradientState, slots: list[Slot], fresh: Tensor) -> None:

@@ -15,7 +15,15 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.offload.layout.groups import PARAMETER_KINDS, STATE_KINDS, Group
-from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan, staging_does_not_fit
+from vblackwell.offload.layout.storage_plan import (
+    INCOMING,
+    PAGE,
+    STATES,
+    SUMS,
+    LevelSpace,
+    StoragePlan,
+    staging_does_not_fit,
+)
 from vblackwell.units import align_up
 
 Ranges = dict[str, Reservation]  # of one group, by kind
@@ -125,11 +133,16 @@ class Storage:
 
     # -- reserving -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = ()) -> None:
-        """Reserve a range for each (group, kind) that has none, all or nothing, as `StoragePlan.with_ranges`."""
+    def reserve(
+        self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = (), incoming_bytes: int = 0
+    ) -> None:
+        """Reserve a range for each (group, kind) that has none, all or nothing, as `StoragePlan.with_ranges`;
+        ``incoming_bytes`` as there.
+        """
         missing = [pair for pair in wanted if pair not in self]
-        if missing:
+        if missing or incoming_bytes > self.plan.incoming_bytes:
             now = replace(self.plan, levels=tuple(spaces_of(self.stack)), sets_fixed=self.sets_in_use)
+            now = replace(now, incoming_bytes=max(incoming_bytes, now.incoming_bytes))
             self._carry_out(now.with_ranges(missing, later))
 
     def _carry_out(self, planned: StoragePlan) -> None:
@@ -174,7 +187,8 @@ class Storage:
         try:
             self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, planned.staging_level)
         except InsufficientMemory as error:
-            raise staging_does_not_fit(num_bytes, f"in one piece for {kind}", error.available_bytes) from error
+            who = SUMS if kind == INCOMING else STATES
+            raise staging_does_not_fit(num_bytes, f"in one piece for {kind}", error.available_bytes, who) from error
         undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
 
     def _replace_sets(self, sizes: Sequence[int]) -> None:
@@ -193,6 +207,11 @@ class Storage:
     def take_host(self, what: str, num_bytes: int) -> Reservation:
         """`take` from the first level in RAM below level 0 (level 0 if there is none)."""
         return self.take(what, num_bytes, self.plan.staging_level)
+
+    @property
+    def incoming(self) -> Reservation | None:
+        """RAM that is kept for what is on its way to a sum, None where the plan has none."""
+        return self._staging.get(INCOMING)
 
     def give(self, reservation: Reservation) -> None:
         """End of `take`."""
