@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.delay import set_transfer_delay
+from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
@@ -51,8 +52,9 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def gpu_stack(fast_mb: float) -> VGPUStack:
-    return VGPUStack({"levels": [{"capacity_mb": fast_mb, "device": "cuda:0"}, {"capacity_mb": 1536, "device": "cpu"}]})
+def gpu_stack(fast_mb: float, host_mb: float = 1536) -> VGPUStack:
+    levels = [{"capacity_mb": fast_mb, "device": "cuda:0"}, {"capacity_mb": host_mb, "device": "cpu"}]
+    return VGPUStack({"levels": levels})
 
 
 def train(
@@ -142,6 +144,29 @@ def test_where_bytes_live_and_where_adamw_runs_change_no_bit(
         assert losses == runs[0][0], way
         assert all(torch.equal(a, b) for a, b in zip(weights, runs[0][1], strict=True)), way
     assert runs[0][0][-1] < runs[0][0][0]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_sums_of_micro_batches_have_their_room_in_any_ram_that_was_accepted(dtype: torch.dtype | None):
+    """From the least that holds the optimizer's ranges on: rollbacks take the rest, and no piece is lacking."""
+    torch.manual_seed(0)
+    initial = Decoder(CONFIG)
+    initial.gradient_checkpointing = True
+    size_mb, accepted, runs = sum(param.nbytes for param in initial.parameters()) >> 20, 0, []
+    for host_mb in range(3 * size_mb, 8 * size_mb, size_mb // 8):
+        with gpu_stack(60, host_mb) as stack:
+            model = copy.deepcopy(initial)
+            try:
+                enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update=0.5)
+                VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=3)
+            except InsufficientMemory:
+                release(model)
+                continue
+            accepted += 1
+            if accepted in (1, 2, 3, 5, 8):
+                runs.append(train(model, 4, True, accumulation=3))
+            release(model)
+    assert len(runs) == 5 and runs.count(runs[0]) == 5
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
