@@ -4,6 +4,7 @@ and again when steps have shown how fast the CPU updates in them. No bit depends
 
 from collections.abc import Callable
 
+from vblackwell.kernels.optimizer.cpu import few_threads
 from vblackwell.offload.layout.forecast import FastestUpdates, Update
 
 NEW = 2  # steps, the first ones and those after a move, that do not count: they compile, and bring memory's pages
@@ -63,5 +64,6 @@ class HostShare:
     @property
     def about(self) -> str:
         """For reports; '' where it is stated."""
+        few = few_threads()
         found = [f"{place:.3g} of the updates by {cpu / 1e9:.2f} G/s" for cpu, place in self.rates]
-        return f"the CPU's share: {', then '.join(found)}" if found else ""
+        return f"the CPU's share: {', then '.join(found)}{few and ' with ' + few}" if found else ""

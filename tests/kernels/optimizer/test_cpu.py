@@ -383,3 +383,16 @@ def test_a_split_master_keeps_nan_and_infinity():
     joined = adamw.join(weight, remainder, scratch)
     assert torch.equal(weight.isnan(), truth.isnan()) and torch.equal(joined.isnan(), truth.isnan())
     assert torch.equal(joined[~truth.isnan()], truth[~truth.isnan()])
+
+
+@pytest.mark.parametrize(("cores", "threads", "few"), [(16, 1, True), (16, 6, True), (16, 7, False), (4, 1, False)])
+def test_a_number_of_threads_that_holds_updates_back_is_told(
+    cores: int, threads: int, few: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As in each process of torchrun, which sets OMP_NUM_THREADS to 1: updates are all on the GPU then."""
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    cpu.update_threads.cache_clear()
+    said = cpu.few_threads()
+    cpu.update_threads.cache_clear()
+    assert bool(said) is few and (not few or said.startswith(f"{threads} of 13 threads"))

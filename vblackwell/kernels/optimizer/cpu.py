@@ -31,8 +31,23 @@ OTHER_THREADS = 3  # that are busy while updates run: two that launch the model'
 def update_threads() -> int:
     """How many threads update in this process: torch's number when that was asked first, but some cores are left to
     busy ones."""
+    return max(1, min(torch.get_num_threads(), _most_threads()))
+
+
+def _most_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
+    return max(2, cores - OTHER_THREADS)
+
+
+def few_threads() -> str:
+    """For reports: that torch's number leaves more than half of the cores unused; '' where it does not."""
+    found, most = update_threads(), _most_threads()
+    if 2 * found >= most:
+        return ""
+    return (
+        f"{found} of {most} threads that the CPU has for updates, as torch.get_num_threads() says: "
+        "raise OMP_NUM_THREADS (torchrun sets it to 1) or call torch.set_num_threads"
+    )
 
 
 def _copy(tensor: Tensor | None) -> Any:
