@@ -238,6 +238,7 @@ def test_a_cpu_multiplies_in_each_type_at_the_rate_of_a_linear_layer_in_that_typ
         return 1 / took[dtype]
 
     monkeypatch.setattr(measuring, "cpu_linear_gflops", measured)
+    monkeypatch.setattr(measuring, "cpu_attention_gflops", {torch.float32: 2.5, torch.bfloat16: 1.0}.__getitem__)
     monkeypatch.setattr(measuring, "host_copy_gbps", lambda num_bytes: 4.0)
     monkeypatch.setattr(measuring, "issue_seconds", lambda device: 1e-5)
     rates = measuring.cpu_rates()
@@ -245,3 +246,14 @@ def test_a_cpu_multiplies_in_each_type_at_the_rate_of_a_linear_layer_in_that_typ
     work = [Work("forward", flops=1e9, width=width, kind="") for width in (2, 4)]
     half, fp32 = (phase_seconds([each], rates, waits=True)["forward"] for each in work)
     assert half / fp32 == pytest.approx(25, rel=0.01)
+    # Products of a model's own sizes were measured: no share of them is lost. Attention has a rate in each type.
+    assert fp32 == pytest.approx(0.1, rel=0.01)
+    work = [replace(each, kind="attention") for each in work]
+    half, fp32 = (phase_seconds([each], rates, waits=True)["forward"] for each in work)
+    assert (half, fp32) == pytest.approx((1.0, 0.4), rel=0.01)
+
+
+def test_attention_is_measured_forward_and_backward(monkeypatch):
+    monkeypatch.setattr(measuring, "seconds_of", lambda action, **limit: [action(), 0.5][1])
+    # Seven products of (256, 64) and (64, 256), of which half are behind the causal mask: 2 x 4 heads.
+    assert measuring.cpu_attention_gflops(torch.float32) == pytest.approx(7 * 8 * 2 * 256 * 256 * 64 / 2 / 0.5 / 1e9)

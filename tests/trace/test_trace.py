@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import find_gpu
-from vblackwell.machine.rates import assumed_rates
+from vblackwell.machine.rates import PRODUCT_SHARE, assumed_rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.trace.causal_lm import language_batch
@@ -26,7 +26,7 @@ from vblackwell.trace.trace import (
     trace_forward,
     trace_training,
 )
-from vblackwell.trace.work import KERNEL, MATMUL_SHARE, TORCH_MODULE, Work, phase_seconds
+from vblackwell.trace.work import KERNEL, TORCH_MODULE, Work, phase_seconds
 from vblackwell.trace.workspace import CUBLAS_BYTES, CUBLASLT_BYTES, reduction_bytes
 
 F32 = 4
@@ -258,7 +258,7 @@ def test_the_work_of_a_linear_by_hand():
     assert update >= 4 * F32 * 64 * 128  # momentum read and written, gradient read, weight written, at least
     rates = assumed_rates(find_gpu("H200"))
     slow = replace(rates, matmul_fp32=1.0)
-    assert phase_seconds(trace.work, slow)["loss"] == pytest.approx(product / MATMUL_SHARE, rel=0.01)
+    assert phase_seconds(trace.work, slow)["loss"] == pytest.approx(product / PRODUCT_SHARE, rel=0.01)
     issued = replace(rates, issue_seconds=1.0)
     # A call of a torch module; forward and backward: views of the weight and products; and what the step's loss and
     # update take.
@@ -275,10 +275,10 @@ def test_a_step_takes_the_longer_of_the_gpu_s_time_and_the_host_s():
         Work("forward", 1e9, 0, 2, issues=1.0),  # 1.2 ms on the GPU, 10 us on the host
         Work("backward", 0.0, 0, 2, issues=50.0),  # the other way round
     )
-    assert sum(phase_seconds(work, rates).values()) == pytest.approx(1e-3 / MATMUL_SHARE, rel=0.01)
+    assert sum(phase_seconds(work, rates).values()) == pytest.approx(1e-3 / PRODUCT_SHARE, rel=0.01)
     assert phase_seconds(work, replace(rates, issue_seconds=1e-3)) == pytest.approx({"forward": 1e-3, "backward": 0.05})
     both = phase_seconds(work, rates, waits=True)  # on a CPU, which is the host
-    assert both == pytest.approx({"forward": 1e-3 / MATMUL_SHARE + 1e-5, "backward": 5e-4}, rel=0.01)
+    assert both == pytest.approx({"forward": 1e-3 / PRODUCT_SHARE + 1e-5, "backward": 5e-4}, rel=0.01)
 
 
 def test_convolutions_of_fp32_are_computed_in_tf32_where_there_is_one():

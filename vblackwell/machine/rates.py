@@ -17,6 +17,8 @@ from vblackwell.machine.facts import disk_facts
 from vblackwell.machine.gpus import KnownGPU, known_as
 
 HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89  # of products in bf16 and fp32, of copies in memory
+# Of these rates, what a model's own products on a GPU reach, and attention's.
+PRODUCT_SHARE, ATTENTION_SHARE = 0.82, 0.5
 LINK_SHARE, BOTH_SHARE = 0.87, 0.79  # of copies over the link, alone and both ways at once
 # At the same time as copies, on a desktop: 28 bytes a parameter of some 60 GB/s, shared; a server has twice that.
 CPU_ADAMW = 1.0e9
@@ -53,6 +55,10 @@ class Rates:
     read_issues: float = 1.0
     # Parameters whose gradients the CPU sums in the time of one parameter's AdamW: 1.0 and 2.0 ns on one core.
     adds_per_update: float = 2.0
+    # Of the rates of large products, what a model's own reach, and attention in bf16 and in fp32.
+    product_share: float = PRODUCT_SHARE
+    attention_half_share: float = ATTENTION_SHARE
+    attention_fp32_share: float = ATTENTION_SHARE
 
     def streaming_issues(self, num_groups: int, on_host: float) -> float:
         """The host's time for ``num_groups`` in operators, of which the share ``on_host`` is updated there."""

@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.kernels.optimizer import cpu
@@ -38,6 +39,7 @@ from vblackwell.units import MiB
 
 COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
 LINEAR_SECONDS = 0.05  # of a product on the CPU that is so slow
+ATTENTION_SHAPE = 2, 4, 256, 64  # (B, N, S, H)
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 DISK_SECONDS = 4.0  # each way: a slow disk is measured once
@@ -146,6 +148,17 @@ def cpu_linear_gflops(dtype: torch.dtype, size: int) -> float:
     products: tuple[Action, ...] = (lambda: x @ w.t(), lambda: dy @ w, lambda: dy.t() @ x)
     seconds = sum(seconds_of(product, limit_seconds=LINEAR_SECONDS) for product in products)
     return 2 * len(products) * size**3 / seconds / 1e9
+
+
+def cpu_attention_gflops(dtype: torch.dtype) -> float:
+    """Causal attention's two products forward and five backward, `ATTENTION_SHAPE`, in GFLOP/s."""
+    q, k, v = (torch.randn(ATTENTION_SHAPE, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def step() -> None:
+        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    batch, heads, length, width = ATTENTION_SHAPE
+    return 7 * batch * heads * length**2 * width / seconds_of(step, limit_seconds=LINEAR_SECONDS) / 1e9
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -294,8 +307,20 @@ def cpu_rates() -> Rates:
     """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: some tenths of a second."""
     copied = host_copy_gbps(QUICK_COPY_BYTES) * 1e9
     flops, half = cpu_linear_gflops(torch.float32, 512) * 1e9, cpu_linear_gflops(torch.bfloat16, 256) * 1e9
+    attention = {dtype: cpu_attention_gflops(dtype) * 1e9 for dtype in (torch.bfloat16, torch.float32)}
     memory, link, issue = 2 * copied, (copied, copied, copied / 2, copied / 2), issue_seconds(torch.device("cpu"))
-    return Rates(half, flops, memory, *link, memory / CPU_UPDATE_BYTES, issue, source="products and copies on this CPU")
+    return Rates(
+        half,
+        flops,
+        memory,
+        *link,
+        memory / CPU_UPDATE_BYTES,
+        issue,
+        source="products and copies on this CPU",
+        product_share=1.0,  # products of a model's own sizes are what was measured
+        attention_half_share=attention[torch.bfloat16] / half,
+        attention_fp32_share=attention[torch.float32] / flops,
+    )
 
 
 def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates:

@@ -44,7 +44,7 @@ from vblackwell.planner.placement import Choice, Lacking, Space, lane_words
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.trace import Trace, trace_forward
-from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
+from vblackwell.trace.work import MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
 
 TASKS = ("train", "adapters", "run")  # of the largest models
@@ -175,7 +175,7 @@ class WhatFits:
         experts = fields.get("num_local_experts") or fields.get("num_experts") or 1
         active = parameters * fields.get("num_experts_per_tok", 1) / experts
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
-        return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
+        return min(by_disk, rates.product_share * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
 
     def _positions_of(self, name: str) -> int:
         """That the model knows; those of a text where its configuration does not say."""

@@ -19,8 +19,8 @@ from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.machine.rates import Rates
 
 SMALL_KERNEL_SECONDS = 3e-6
-# Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
-MATMUL_SHARE, ATTENTION_SHARE, CONVOLUTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.5, 0.85
+# Of the rates of a matrix product of 8192 cubed and of a large copy: what convolutions and a model's own sizes reach.
+CONVOLUTION_SHARE, MEMORY_SHARE = 0.5, 0.85
 # The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU,
 # forward and backward. From transformers' models with 2 and 8 layers of width 64 on one CPU core.
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
@@ -272,6 +272,9 @@ def _gpu_seconds(each: Work, rates: Rates, tiled: bool = True) -> float:
     if each.kind == "tf32":
         matmul = each.flops / (CONVOLUTION_SHARE * max(rates.matmul_half / 2, rates.matmul_fp32))
     else:
-        share = ATTENTION_SHARE if each.kind == "attention" else (tiled and each.share) or MATMUL_SHARE
-        matmul = each.flops / (share * (rates.matmul_half if each.width <= 2 else rates.matmul_fp32))
+        is_half = each.width <= 2
+        share = (tiled and each.share) or rates.product_share
+        if each.kind == "attention":
+            share = rates.attention_half_share if is_half else rates.attention_fp32_share
+        matmul = each.flops / (share * (rates.matmul_half if is_half else rates.matmul_fp32))
     return max(matmul, each.num_bytes / (MEMORY_SHARE * rates.memory), SMALL_KERNEL_SECONDS)
