@@ -173,8 +173,9 @@ class Forecast:
     def _place(self, choice: Choice, trace: Trace | None = None) -> Placed | Lacking:
         formats = Formats(choice.states, self._masters)
         try:
-            place = self._place_resident if choice.placement == "resident" else self._place_streamed
-            return place(self._decided(choice), formats, trace)
+            if choice.placement == "resident":
+                return self._place_resident(self._decided(choice), formats, trace)
+            return self._place_streamed(choice, formats, trace)
         except InsufficientMemory as error:
             lacking = max(0, error.needed_bytes - error.available_bytes)  # 0: whole groups do not fill what is free
             return Lacking("memory", lacking, f"is refused: {error}")
@@ -275,12 +276,13 @@ class Forecast:
     def _place_streamed(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         """With the sizes of ``choice``, if it has some. Raises InsufficientMemory where a level is too small."""
         machine, bounds = self.machine, self.machine.bounds
-        seconds = self._seconds_of(choice) if trace is None else {}
-        trace = trace or self.trace(choice.checkpointing, choice.batch_size)
+        timed, trace = trace is None, trace or self.trace(choice.checkpointing, choice.batch_size)
         step = self.step_bytes(choice, trace) if machine.has_gpu else 0
         free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
         if free <= 0:
             return Lacking("GPU memory for activations, logits and workspace", -free + 1)
+        choice = self._decided(choice)  # seconds of simulations, for a batch that may fit
+        seconds = self._seconds_of(choice) if timed else {}
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
