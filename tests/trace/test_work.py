@@ -21,6 +21,7 @@ from vblackwell.trace.work import (
     MANY,
     MEMORY_SHARE,
     ONE_OF_MANY,
+    OWN_PASSES,
     Work,
     host_seconds,
     phase_seconds,
@@ -152,3 +153,21 @@ def test_products_and_sums_are_those_of_the_gpu_that_is_meant(num_sms):
 
 def test_every_card_says_how_many_multiprocessors_it_has():
     assert all(20 <= card.num_sms <= 200 for card in GPUS.values()) and find_gpu("RTX 3060").num_sms == 28
+
+
+def test_on_a_cpu_our_operators_read_and_write_as_often_as_those_they_run_as():
+    """Not next to a GPU, where each is one kernel."""
+    rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-9)
+    ours, theirs = (Work("forward", num_bytes=1 << 30, width=4, own=own) for own in (True, False))
+    once = (1 << 30) / (MEMORY_SHARE * rates.memory)
+    for waits, times in ((True, 1 + OWN_PASSES), (False, 1)):
+        for work, passes in ((ours, times), (theirs, 1)):
+            assert phase_seconds([work], rates, waits)["forward"] == pytest.approx(passes * once, rel=1e-3)
+
+
+def test_the_loss_counts_its_logits():
+    hidden, head = torch.empty(64, 16, device="meta"), torch.empty(5000, 16, device="meta")
+    loss = torch.ops.vblackwell.linear_cross_entropy.default
+    targets = torch.empty(64, dtype=torch.int64, device="meta")
+    work = work_of("forward", loss, (hidden, head, targets, -100, 0.0, None, True, True, 64), {}, hidden)
+    assert work.own and work.num_bytes >= 2 * 64 * 5000 * 4

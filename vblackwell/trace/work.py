@@ -24,6 +24,8 @@ CONVOLUTION_SHARE, MEMORY_SHARE = 0.5, 0.85
 # The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU,
 # forward and backward. From transformers' models with 2 and 8 layers of width 64 on one CPU core.
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
+# On a CPU ours run as torch's operators, which read and write in turn: so often the bytes of one kernel.
+OWN_PASSES = 3
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
 LOOP = 9 * KERNEL + ON_HOST  # of AdamW's loop, a parameter
@@ -40,6 +42,7 @@ class Work:
     Attributes:
         num_bytes: read and written. width: bytes an element of what it multiplies. issues: the host's time for it, in
             operators as `vb doctor` measures them. share: of the rate of a large product; 0: the usual one.
+        own: an operator of ours.
         kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not
             see, or 'read', for which the host waits for the GPU.
     """
@@ -51,6 +54,7 @@ class Work:
     kind: str = ""
     issues: float = KERNEL
     share: float = 0.0
+    own: bool = False
 
 
 def streaming_work(issues: float) -> tuple[Work, ...]:
@@ -95,7 +99,10 @@ def work_of(
     issues = OWN_KERNEL if name in _OWN else KERNEL
     if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
         issues = MANY + ONE_OF_MANY * len(args[0])
-    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, issues, share)
+    own = getattr(func, "namespace", "") == "vblackwell"
+    if name == "linear_cross_entropy":  # logits, a chunk at a time
+        num_bytes += 2 * rows_of(args[0]) * args[1].shape[0] * width
+    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, issues, share, own)
 
 
 def of_longer_lists(one: Work, other: Work, more: int) -> Work | None:
@@ -217,7 +224,7 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
     on_gpu = dict.fromkeys((each.phase for each in work), 0.0)
     on_host = dict(on_gpu)
     for each in work:
-        on_gpu[each.phase] += _gpu_seconds(each, rates, tiled=not waits)
+        on_gpu[each.phase] += _cpu_seconds(each, rates) if waits else _gpu_seconds(each, rates)
         on_host[each.phase] += host_seconds(each, rates)
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
@@ -264,6 +271,11 @@ def slowed_by_updates(host: float, updates: float, slower: float) -> float:
     if host <= 0 or slower <= 1:
         return 1.0
     return min(slower, 1 + updates * (1 - 1 / slower) / host)
+
+
+def _cpu_seconds(each: Work, rates: Rates) -> float:
+    found = _gpu_seconds(each, rates, tiled=False)
+    return found + OWN_PASSES * each.num_bytes / (MEMORY_SHARE * rates.memory) if each.own else found
 
 
 def _gpu_seconds(each: Work, rates: Rates, tiled: bool = True) -> float:
