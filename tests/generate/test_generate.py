@@ -27,7 +27,7 @@ from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
-from vblackwell.generate.command import generate_command
+from vblackwell.generate.command import Places, generate_command
 from vblackwell.generate.generate import CONTEXT, Pace, draws, generate
 from vblackwell.generate.generate import _Text as Text
 from vblackwell.generate.load import load_model, resolve_model
@@ -409,3 +409,12 @@ def test_a_prompt_is_read_in_pieces_of_about_one_length(length, size, pieces):
     assert float(read_in_chunks(read, length, size)) == length
     assert [end - begin for begin, end in spans] == pieces
     assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+
+
+def test_the_folder_of_a_run_stands_for_its_adapter(tmp_path):
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    assert Places(adapter=str(run)).adapter == str(run), "which holds none yet: what reads it says so"
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+    assert Places(adapter=str(run)).adapter == str(run / "adapter")
+    assert Places(adapter=str(run / "adapter")).adapter == str(run / "adapter")

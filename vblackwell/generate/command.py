@@ -26,7 +26,7 @@ from vblackwell.folders.folder import (
 from vblackwell.folders.weights import check_architecture
 from vblackwell.generate.adapters import ADAPTER_CONFIG, trained_over
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
-from vblackwell.generate.load import open_resident, open_streamed, resolve_model
+from vblackwell.generate.load import ADAPTER, open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
 from vblackwell.machine.device import cap_process
@@ -43,8 +43,8 @@ from vblackwell.units import parse_bytes
 class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
     disk level; ``use_fp4`` packs linears while loading, with ``fp8_activations`` to mxfp4, which is w4a8, as
-    ``fp4_activations`` is w4a4 (None: as an adapter's base was packed); folder of an ``adapter``; file of an
-    ``assignment`` of precisions; ``format``: what is packed to, where that is another."""
+    ``fp4_activations`` is w4a4 (None: as an adapter's base was packed); folder of an ``adapter``, or of
+    the run that wrote it; file of an ``assignment`` of precisions; ``format``: what is packed to, where that is another."""
 
     fast_memory: str | None = None
     host_memory: str | None = None
@@ -58,6 +58,15 @@ class Places:
     adapter: str | None = None
     assignment: str | None = None
     format: str | None = None
+
+    def __post_init__(self) -> None:
+        within = None if self.adapter is None else Path(self.adapter) / ADAPTER  # of a run's folder
+        if (
+            within is not None
+            and not (within.parent / ADAPTER_CONFIG).is_file()
+            and (within / ADAPTER_CONFIG).is_file()
+        ):
+            object.__setattr__(self, "adapter", str(within))
 
     @property
     def packs_to(self) -> str:
