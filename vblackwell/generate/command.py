@@ -44,7 +44,8 @@ class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
     disk level; ``use_fp4`` packs linears while loading, with ``fp8_activations`` to mxfp4, which is w4a8, as
     ``fp4_activations`` is w4a4 (None: as an adapter's base was packed); folder of an ``adapter``, or of
-    the run that wrote it; file of an ``assignment`` of precisions; ``format``: what is packed to, where that is another."""
+    the run that wrote it; file of an ``assignment`` of precisions; ``format``: what is packed to, if that is another.
+    """
 
     fast_memory: str | None = None
     host_memory: str | None = None
@@ -60,13 +61,9 @@ class Places:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        within = None if self.adapter is None else Path(self.adapter) / ADAPTER  # of a run's folder
-        if (
-            within is not None
-            and not (within.parent / ADAPTER_CONFIG).is_file()
-            and (within / ADAPTER_CONFIG).is_file()
-        ):
-            object.__setattr__(self, "adapter", str(within))
+        run = None if self.adapter is None else Path(self.adapter)
+        if run is not None and (run / ADAPTER / ADAPTER_CONFIG).is_file() and not (run / ADAPTER_CONFIG).is_file():
+            object.__setattr__(self, "adapter", str(run / ADAPTER))
 
     @property
     def packs_to(self) -> str:
