@@ -431,3 +431,11 @@ def test_a_choice_with_a_disk_goes_by_the_measured_disk(small):
     assert slow.threads == fast.threads == DISK_THREAD_BYTES > 0
     roomy = on(small, bounds=Bounds(320 * MiB, 8 * GiB, 8 * GiB), disk=lambda: pytest.fail("no disk is used"))
     assert not isinstance(roomy.predict(choice(update="device")), Lacking)
+
+
+def test_updates_are_not_simulated_for_a_batch_whose_step_does_not_fit(small, monkeypatch: pytest.MonkeyPatch):
+    """Which takes seconds on a large model: most of the time of ``vb estimate llama-3-70b --gpu``."""
+    forecast = on(small, bounds=Bounds(MiB, 8 * GiB))
+    monkeypatch.setattr(forecast, "_updates", lambda *asked: pytest.fail("asked where updates run"))
+    found = forecast.place(choice(update="auto", activations="level0"))
+    assert isinstance(found, Lacking) and "activations" in str(found)
