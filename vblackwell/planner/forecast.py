@@ -16,7 +16,6 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
-from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout import placement as layout
 from vblackwell.offload.layout.forecast import (
     CPU_IN_STEP,
@@ -94,7 +93,7 @@ class Forecast:
     """Predicts choices for one run, in its compute type, on one machine; traces and models are made once each.
 
     Args:
-        masters: 'exact' or 'stochastic', as `Formats` has them. fused: the model is put onto fused operators.
+        masters: 'exact' or 'stochastic', as `Formats` has them.
         traces: of forward and backward by checkpointing and batch size; what is missing is traced, for ``steps`` steps.
     """
 
@@ -103,33 +102,28 @@ class Forecast:
         run: Run,
         machine: Machine,
         masters: str = "exact",
-        fused: bool = False,
         traces: dict[tuple[bool, int], Trace] | None = None,
         steps: int = 2,
     ) -> None:
-        self.run, self.machine, self._masters, self._fused, self._steps = run, machine, masters, fused, steps
+        self.run, self.machine, self._masters, self._steps = run, machine, masters, steps
         self.traces = {} if traces is None else traces
-        self.model = functools.cache(self._model)
         self._seconds = functools.cache(self._phase_seconds)
-        self._groups = functools.cache(lambda model, formats: find_groups(model, None, None, formats)[0])
+        self._groups = functools.cache(lambda formats: find_groups(self.model, None, None, formats)[0])
         self._updates = functools.cache(self._fastest_updates)
         # Asked for twice: whether a disk is used, and to predict.
         self._placed: dict[tuple[Machine, Choice], Placed | Lacking] = {}
 
-    def _model(self, checkpointing: bool) -> nn.Module:
-        run = self.run if checkpointing == self.run.checkpointing else replace(self.run, checkpointing=checkpointing)
-        if not self._fused:
-            return run.model
-        model = run.build()
-        fuse(model)
-        return model
+    @property
+    def model(self) -> nn.Module:
+        """The run's, which nobody may change."""
+        return self.run.model
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
         key = checkpointing, batch_size
         if key not in self.traces:
-            model = self.model(checkpointing)
-            self.traces[key] = self.run.trace(batch_size, model, optimizes=False, steps=self._steps)
+            run = self.run if checkpointing == self.run.checkpointing else self.run.like(checkpointing=checkpointing)
+            self.traces[key] = run.trace(batch_size, optimizes=False, steps=self._steps)
         return self.traces[key]
 
     @property
@@ -230,7 +224,7 @@ class Forecast:
         capacities = [bounds.gpu, bounds.host] + ([bounds.disk] if bounds.disk else [])
         options = layout.StreamingOptions(activation_bytes=waiting, formats=formats)
         levels = layout.spaces(capacities, on_gpu=True)
-        return fastest_updates(self.model(checkpointing), levels, options, lambda: (rates.up_both, rates.cpu_adamw))
+        return fastest_updates(self.model, levels, options, lambda: (rates.up_both, rates.cpu_adamw))
 
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         streaming = updates = 0.0
@@ -248,7 +242,7 @@ class Forecast:
         return choice.accumulation_steps * sum(self._seconds_of(choice).values())
 
     def groups(self, choice: Choice) -> list[Group]:
-        return self._groups(self.model(choice.checkpointing), Formats(choice.states, self._masters))
+        return self._groups(Formats(choice.states, self._masters))
 
     def _trained(self, choice: Choice) -> int:
         return sum(num_elements(group) for group in self.groups(choice) if group.trainable())
@@ -257,7 +251,7 @@ class Forecast:
         return choice.batch_size * choice.accumulation_steps * self.run.seq_length
 
     def _place_resident(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
-        machine, model, groups = self.machine, self.model(choice.checkpointing), self.groups(choice)
+        machine, model, groups = self.machine, self.model, self.groups(choice)
         (level0,) = layout.spaces([machine.bounds.gpu], on_gpu=machine.has_gpu)
         ranges = weight_ranges(groups) + moment_ranges([group for group in groups if group.trainable()])
         gpu = sum(level0.held_bytes(group.size_of(kind)) for group, kind in ranges)
@@ -288,7 +282,7 @@ class Forecast:
         waiting = inputs * self._num_blocks(choice)
         options = layout.StreamingOptions(update=choice.update, activation_bytes=waiting, formats=formats)
         found = forecast_step(
-            self.model(choice.checkpointing),
+            self.model,
             [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else []),
             replace(options, weight_bytes=choice.weight_bytes, resident_bytes=choice.resident_bytes),
             seconds,
@@ -349,7 +343,7 @@ class Forecast:
 
     def step_bytes(self, choice: Choice, trace: Trace) -> int:
         """Activations, logits, workspace, and a parameter's gradient before its group's buffer takes it."""
-        parameters = self.model(choice.checkpointing).parameters()
+        parameters = self.model.parameters()
         gradient = max((p.numel() * p.element_size() for p in parameters if p.requires_grad), default=0)
         found = peak_with_gradients(trace, 0.0) + gradient
         if choice.activations == "host":
@@ -363,7 +357,7 @@ class Forecast:
         return sum(count * 2 > max(counts) for count in counts)
 
     def _input_bytes(self, choice: Choice) -> int:
-        model: nn.Module = self.model(choice.checkpointing)
+        model: nn.Module = self.model
         config = getattr(model, "config", None)
         hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
         if hidden is None:

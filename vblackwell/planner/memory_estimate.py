@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, check_known
 from vblackwell.machine.gpus import NUM_SMS, context_bytes
-from vblackwell.nn.convert.training import checkpoint_layers, fuse
+from vblackwell.nn.convert.training import fuse, recomputing
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model, of_decoder
@@ -36,7 +37,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Run:
-    """A model and how it is trained: ``optimizer`` of `OPTIMIZERS`, ``precision`` of `PRECISIONS`, on which GPU."""
+    """A model and how it is trained: ``optimizer`` of `OPTIMIZERS`, ``precision`` of `PRECISIONS`, on which GPU, and
+    whether on fused operators (`fuse`)."""
 
     spec: ModelSpec
     seq_length: int
@@ -46,6 +48,7 @@ class Run:
     capability: tuple[int, int] = (8, 0)
     expandable: bool = False
     num_sms: int = NUM_SMS
+    fuses: bool = False
 
     def __post_init__(self) -> None:
         check_known("precision", self.precision, PRECISIONS)
@@ -58,34 +61,41 @@ class Run:
 
     @functools.cached_property
     def model(self) -> nn.Module:
-        """The module on meta, built once; traces leave it as it is, and nobody else may change it."""
+        """The module on meta, built once for this run and all that are `like` it; nobody may change it: a trace puts it
+        onto fused operators and lets it recompute its layers for as long as it lasts."""
         return self.build()
 
     def build(self) -> nn.Module:
         """A module on meta of the caller's own."""
-        return self.prepared(self.spec.build(self.dtype))
+        model = self.spec.build(self.dtype)
+        with self.prepared(model, only_tried=True):
+            return model
 
-    def prepared(self, model: Any) -> nn.Module:
-        """``model`` with its checkpointing switched on, if that is asked for."""
-        if self.precision == "autocast" and isinstance(model, Decoder):
-            raise ConfigurationError("presets compute in bf16 from bf16 weights, not under autocast: --precision bf16")
-        if self.checkpointing:
-            checkpoint_layers(model)
-        return model
+    def like(self, **changes: Any) -> "Run":
+        """This run with other settings, on the same module where its weights are of the same type."""
+        other = replace(self, **changes)
+        if other.dtype == self.dtype and other.spec is self.spec:
+            vars(other)["model"] = self.model
+        return other
 
     @functools.cached_property
     def fused(self) -> "Run":
         """As a stack runs it: a causal model that transformers has by its configuration, on fused operators; anything
         else as it is."""
-        if self.spec.loss is not language_loss:
-            return self
+        return self if self.fuses or self.spec.loss is not language_loss else self.like(fuses=True)
 
-        def build(dtype: torch.dtype) -> nn.Module:
-            model = self.spec.build(dtype)
-            fuse(model)
-            return model
-
-        return replace(self, spec=replace(self.spec, build=build))
+    @contextmanager
+    def prepared(self, model: nn.Module, only_tried: bool = False) -> Iterator[None]:
+        """``model`` as this run has it, for a while; ``only_tried``: whether it may be, without fused operators. Raises
+        ConfigurationError for a preset under autocast, Unsupported where it offers no checkpointing."""
+        if self.precision == "autocast" and isinstance(model, Decoder):
+            raise ConfigurationError("presets compute in bf16 from bf16 weights, not under autocast: --precision bf16")
+        with ExitStack() as undo:
+            if self.fuses and not only_tried and (fused := fuse(model)) is not None:
+                undo.callback(fused.undo)
+            if self.checkpointing:
+                undo.enter_context(recomputing(model))
+            yield
 
     @functools.cached_property
     def step(self) -> Callable[[int], Trace]:
@@ -94,11 +104,12 @@ class Run:
 
     def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: a converted copy of the run's."""
-        batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
-        what = (model or self.model, batch, self.spec.loss, OPTIMIZERS[self.optimizer] if optimizes else None)
+        model, batch = model or self.model, language_batch(self.spec.vocab_size, batch_size, self.seq_length)
+        what = (model, batch, self.spec.loss, OPTIMIZERS[self.optimizer] if optimizes else None)
         autocast = torch.bfloat16 if self.precision == "autocast" else None
         gpu: dict[str, Any] = {"capability": self.capability, "num_sms": self.num_sms}
-        return trace_training(*what, autocast=autocast, steps=steps, **gpu)
+        with self.prepared(model):
+            return trace_training(*what, autocast=autocast, steps=steps, **gpu)
 
     def largest_batch(self, gpu_bytes: int) -> int:
         """The largest batch that `fits` a GPU of that size; 0 where one sequence does not."""

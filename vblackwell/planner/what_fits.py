@@ -27,7 +27,6 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.folders.compressed_tensors import PackedLinears
 from vblackwell.nn.convert.linears import find_linears, store_linears, store_packed
 from vblackwell.nn.convert.lora import Lora, add_adapters
-from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout.generation import (
     CacheShape,
     cache_shape,
@@ -186,18 +185,13 @@ class WhatFits:
         """``kind``: 'plain', 'train', or of `WAYS` that train adapters; ``tiled``: packed weights lie as on a GPU."""
         length = min(SEQ_LENGTH, self._positions(name))
         spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}")
-        build, plain = spec.build, kind == "plain"
+        plain = kind == "plain"
 
-        def fused(dtype: torch.dtype) -> nn.Module:
-            """As it is trained."""
-            packs = kind == "adapters"
-            model = self._adapted(name, packs, tiled) if kind.startswith("adapters") else build(dtype)
-            fuse(model)
-            return model
-
-        spec = spec if plain else replace(spec, build=fused)
+        if kind.startswith("adapters"):
+            spec = replace(spec, build=lambda dtype: self._adapted(name, kind == "adapters", tiled))
         precision = "fp32" if plain else "bf16"
-        return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
+        how = {"precision": precision, "checkpointing": not plain, "fuses": not plain}
+        return Run(spec, length, **how, capability=TRACED, expandable=True)
 
     def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
         kind = way if way.startswith("adapters") else "train"

@@ -75,8 +75,8 @@ def plan_on(
     machine = replace(machine, undo=undo, may_clip=config.max_grad_norm > 0)
     spec, precision = spec_of(model, config.name), precision_of(compute_dtype)
     seen = {"capability": machine.capability, "expandable": True, "num_sms": num_sms}
-    run = Run(spec, config.seq_length, precision=precision, **seen)
-    forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
+    run = Run(spec, config.seq_length, precision=precision, fuses=is_accelerated(model), **seen)
+    forecast = Forecast(run, machine, config.masters)
     with torch.random.fork_rng(devices=[]):
         return forecast.plan(_space(config, model, forecast, machine.has_gpu, max_sequences))
 

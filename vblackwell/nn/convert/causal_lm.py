@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.nn.convert.alike import Answers
 from vblackwell.nn.convert.fused_layers import fused_layer
 from vblackwell.nn.convert.fused_modules import (
     Overrides,
@@ -53,6 +54,7 @@ KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
     "adapter": fused_adapter,
     "positions": counted_positions,
 }
+PROBED = ("norm", "feed_forward", "layer")  # by what takes time, and asks nothing but what `Answers` compare
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,10 @@ def accelerate_causal_lm(
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
     done, fused = Conversion(model, _undo=[lambda: restore_causal_lm(model)]), None
     swapped: list[nn.Module] = []
+    answers = Answers()
     with torch.random.fork_rng(devices=[]):  # probes draw numbers
         for (name, module), (kind, find) in itertools.product(model.named_modules() if modules else (), KINDS.items()):
-            found = find(module)
+            found = answers.of(find, module) if kind in PROBED else find(module)
             if isinstance(found, str):
                 done.rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
             elif found is not None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from vblackwell.errors import Unsupported
 from vblackwell.kernels.pointwise.layer import layer_block, own_layer
 from vblackwell.kernels.pointwise.layer_graphs import Foreign, graphs_in_use
 from vblackwell.kernels.pointwise.linears import feed_forward_block
 from vblackwell.kernels.runtime.registry import computes_at_once, differentiating_forward, functions_are_seen
+from vblackwell.nn.convert.alike import PLACE, AnyLayer
 from vblackwell.nn.convert.fused_modules import (
     Overrides,
     Stub,
@@ -107,20 +107,8 @@ _NUMBERS = (type(None), bool, int, float, str)
 _CONTAINERS = (dict, list, tuple)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _CHECKPOINTING = {"gradient_checkpointing", "_gradient_checkpointing_func"}
-_NOT_OWN = _OF_MODULES | _CHECKPOINTING | {"config", "layer_idx"}
+_NOT_OWN = _OF_MODULES | _CHECKPOINTING | {"config", PLACE}
 _TABLES = ("position_ids", "cache_position")  # of numbers that attention may read; of any other, nobody can tell
-
-
-class _AnyLayer:
-    """In place of a layer's number in what is computed for all layers of a kind: who asks for it is refused."""
-
-    def _refuse(self, *args: Any) -> Any:
-        raise Unsupported("attention that goes by the number of its layer")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __hash__ = _refuse
-    __str__ = __repr__ = __format__ = _refuse
-    __class__ = property(_refuse)  # type: ignore[assignment] - what `isinstance` asks
 
 
 def _frozen(value: Any) -> Hashable:
@@ -180,7 +168,7 @@ def _hashable(found: Hashable) -> Hashable:
 
 def _of_any_layer(module: nn.Module, **replaced: Any) -> Any:
     """A twin of ``module`` for all layers of its kind, with no hooks and no parameters: graphs keep no layer alive."""
-    number = {"layer_idx": _AnyLayer()} if "layer_idx" in vars(module) else {}
+    number = {PLACE: AnyLayer()} if PLACE in vars(module) else {}
     one = twin_of(module, **number, **{**vars(nn.Module()), "training": module.training, **replaced})
     object.__setattr__(one, "__class__", type(module))
     return one

@@ -7,8 +7,8 @@ memory-efficient kernel out: neither has a deterministic backward.
 
 import inspect
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,23 @@ def checkpoint_layers(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it has another name in newer versions
         made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """`checkpoint_layers` for a while; afterwards every module is as it was."""
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    before = [
+        (vars(each), {name: vars(each)[name] for name in names if name in vars(each)}) for each in model.modules()
+    ]
+    try:
+        checkpoint_layers(model)
+        yield
+    finally:
+        for now, then in before:
+            for name in names:
+                now.pop(name, None)
+            now |= then
 
 
 def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.result import Advice, Estimated
 from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offload, minimum_gpu_bytes
 from vblackwell.planner.memory_estimate import Run, estimate_trace, fits
-from vblackwell.planner.model_spec import ModelSpec, check_batch, fields_of, find_model, positions_of
+from vblackwell.planner.model_spec import check_batch, fields_of, find_model, positions_of
 from vblackwell.planner.several_gpus import check_several, sharded_step
 from vblackwell.trace.trace import Trace, Untraceable
 from vblackwell.trace.work import Work, phase_seconds
@@ -216,10 +216,10 @@ class _Ways:
 
     def others(self) -> Iterator[Way]:
         run, trace, stack = self.estimated.run, self.estimated.trace, self.estimated.stack
-        changed, fused = replace(run, checkpointing=True), run.fused
+        changed, fused = run.like(checkpointing=True), run.fused
         recomputing = None if run.checkpointing else self._trace_of(changed)
         if not run.expandable:
-            yield from self.plain("PYTORCH_ALLOC_CONF=expandable_segments:True", replace(run, expandable=True), trace)
+            yield from self.plain("PYTORCH_ALLOC_CONF=expandable_segments:True", run.like(expandable=True), trace)
         if run.optimizer in ("adamw", "adamw-for-loop"):
             yield from self.plain("torch.optim.AdamW(fused=True)", run, with_fused_step(trace))
         yield from self.plain(RECOMPUTING, changed, recomputing)
@@ -227,8 +227,7 @@ class _Ways:
         traced = [] if fused is run else list(self.plain(FUSED, fused, self._trace_of(fused)))
         for precision, also in (("autocast", "products in bf16"), ("bf16", NARROW_WEIGHTS)):
             if run.precision == "fp32" and (precision == "autocast" or not traced):
-                spec = _with_model(run) if precision == "autocast" else run.spec
-                narrow = replace(run, spec=spec, precision=precision)
+                narrow = run.like(precision=precision)
                 traced += self.plain(f"--precision {precision}", narrow, self._trace_of(narrow), also)
         yield from traced
         if self.batch_size > 1:
@@ -238,7 +237,7 @@ class _Ways:
         if stack is not None and not stack.refused:
             yield self._stacked("", stack)
         elif stack is not None and not run.checkpointing:
-            again = replace(fused, checkpointing=True)
+            again = fused.like(checkpointing=True)
             found = None if fused is run else self._trace_of(again)
             changed, recomputing = (changed, recomputing) if found is None else (again, found)
             yield from self._streamed(RECOMPUTING, changed, recomputing)
@@ -272,12 +271,6 @@ class _Ways:
 
 def _flops(trace: Trace) -> float:
     return sum(each.flops for each in trace.work)
-
-
-def _with_model(run: Run) -> ModelSpec:
-    """The run's, with the module that it has already, which is of the same type of weights."""
-    model = run.model
-    return replace(run.spec, build=lambda dtype: model)
 
 
 def with_fused_step(trace: Trace) -> Trace:

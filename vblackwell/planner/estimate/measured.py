@@ -16,6 +16,7 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.machine.facts import list_gpus, memory_facts, why_no_cuda
+from vblackwell.nn.convert.training import checkpoint_layers
 from vblackwell.planner.memory_estimate import OPTIMIZERS, Run
 from vblackwell.trace.recorder import StorageLog, StoragesWithBytes
 from vblackwell.trace.trace import Trace, Untraceable, brief
@@ -70,7 +71,9 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
 
 def _train(run: Run, batch_size: int, device: torch.device, record: "_Record") -> tuple[nn.Module, float]:
     assert run.spec.make is not None
-    model = run.prepared(run.spec.make().to(run.dtype)).to(device).train()
+    model = run.spec.make().to(run.dtype).to(device).train()
+    if run.checkpointing:
+        checkpoint_layers(model)
     if device.type == "cpu":  # a factory may have had its weights before, or have them from a file
         record.log.forget_past()
         for tensor in [*model.parameters(), *model.buffers()]:
