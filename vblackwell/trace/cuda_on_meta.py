@@ -32,6 +32,8 @@ _SOFTMAX = {
     functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True,
 }  # fmt: skip
 _DROPOUT = (functional.dropout, torch.dropout)
+_DEVICES = (torch.device, str)
+_TYPES = frozenset((Tensor, torch.nn.Parameter))
 # Patches are seen by every thread: of two that leave in another order than they came, one's would stay for good.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -85,11 +87,13 @@ class CudaOnMeta(TorchFunctionMode):
             return dropout(*args, **kwargs)
         if func is torch.device:  # a name makes nothing yet; checkpointing looks for the module of that name
             return func(*args, **kwargs)
-        if any(map(_names_cuda, args)) or any(map(_names_cuda, kwargs.values())):
-            args = tuple(META if _names_cuda(value) else value for value in args)
-            kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, _DEVICES) and _names_cuda(value):
+                args = tuple(META if _names_cuda(value) else value for value in args)
+                kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
+                break
         for kind in types:
-            if kind not in (Tensor, torch.nn.Parameter):  # a subclass's own rule, which may look at devices again
+            if kind not in _TYPES:  # a subclass's own rule, which may look at devices again
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)

@@ -31,35 +31,50 @@ class Known:
     is_view: bool = False
 
 
+@dataclass(slots=True)
+class Calls:
+    """Of one operator, by their arguments. ``lists``: it changes lists in place."""
+
+    func: Any  # kept, as it is found by its id: an operator's own hash is Python
+    name: str  # without its overload
+    is_aten: bool
+    lists: bool
+    known: dict[Any, Known] = field(default_factory=dict)
+
+
 class MetaAnswers:
     """Calls operators, and remembers; ``known``: of the last call, None where its arguments do not say everything."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, dict[Any, Known]] = {}  # by operator and by arguments
+        self._calls: dict[int, Calls] = {}
         self.known: Known | None = None
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.known = None
-        if func.namespace != "aten":
-            return func(*args, **kwargs)
-        calls = self._known.get(func)
+    def of(self, func: Any) -> Calls:
+        """What is known of operator ``func``."""
+        calls = self._calls.get(id(func))
         if calls is None:
-            calls = self._known[func] = {}
-        name = func.__name__
-        in_place = name.startswith("_foreach") and name.partition(".")[0].endswith("_")
-        if in_place and all(each.is_meta for each in tree_leaves(args) if isinstance(each, Tensor)):
+            name = func.__name__.partition(".")[0]
+            calls = Calls(func, name, func.namespace == "aten", name.startswith("_foreach") and name.endswith("_"))
+            self._calls[id(func)] = calls
+        return calls
+
+    def call(self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.known, func = None, calls.func
+        if not calls.is_aten:
+            return func(*args, **kwargs)
+        if calls.lists and all(each.is_meta for each in tree_leaves(args) if isinstance(each, Tensor)):
             return None  # values alone change, and scalars differ from step to step
         try:
-            key = tuple(map(_key, args))
+            key = tuple([_key(each) for each in args])
             if kwargs:
                 key = key, *[(name, _key(value)) for name, value in kwargs.items()]
         except TypeError:  # an argument that is not plain
             return func(*args, **kwargs)
-        known = self.known = calls.get(key)
+        known = self.known = calls.known.get(key)
         if known is not None:
             return func(*args, **kwargs) if known.recipe is None else known.recipe(args)
         out = func(*args, **kwargs)
-        self.known = calls[key] = Known(_recipe(func, args, kwargs, out))
+        self.known = calls.known[key] = Known(_recipe(func, args, kwargs, out))
         return out
 
 
@@ -73,7 +88,7 @@ def _key(value: Any) -> Any:
     if kind in _PLAIN:
         return kind, value  # 1, 1.0 and True are equal, and not the same to an operator
     if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
+        return tuple([_key(each) for each in value])
     raise TypeError
 
 

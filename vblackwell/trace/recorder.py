@@ -3,7 +3,7 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -76,36 +76,41 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
-            out = self.answers.call(func, args, kwargs or {})
-            known = self.answers.known
+            answers, log = self.answers, self.log
+            calls = answers.of(func)
+            out = answers.call(calls, args, kwargs or {})
+            known, name = answers.known, calls.name
             in_lists = self.layer_of is not None and self._enter_layer(args)
-            if known is not None and known.is_view and self.log.knows(out):
+            if known is not None and known.is_view and log.knows(out):
                 self._note_issues(VIEW)
                 return out
             leaves = (out,) if type(out) is Tensor else tree_leaves(out)
             found = [each for each in leaves if isinstance(each, Tensor) and each.is_meta]
-            name = func.__name__.partition(".")[0]
             workspace, after_outputs = 0, ()
             if found:
-                taking = partial(workspace_bytes, name, args, found, self.capability, self.num_sms)
-                workspace, after_outputs = self._noted("workspace", taking)
+                noted = None if known is None else known.notes.get("workspace")
+                if noted is None:
+                    noted = workspace_bytes(name, args, found, self.capability, self.num_sms)
+                    if known is not None:
+                        known.notes["workspace"] = noted
+                workspace, after_outputs = noted
             taken = self._birth(workspace) if workspace else None
-            gives_known = bool(found) and not name.endswith("_") and all(map(self.log.knows, found))
+            gives_known = bool(found) and name[-1] != "_" and all(map(log.knows, found))
             if gives_known:
                 self._note_issues(VIEW)
                 if known is not None and not (workspace or after_outputs or name in CUBLAS) and type(out) is Tensor:
                     known.is_view = True
             elif self.counts_work:
                 self._note_work(func, args, kwargs, out)
-            if func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
-                self.log.hand_over(old, found[0])
+            if name == "add" and func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
+                log.hand_over(old, found[0])
             for number, tensor in enumerate(found[::-1] if name == "native_dropout" else found):  # its mask first
                 if in_lists:
-                    self.log.layer = self._owner(args[0][number]) if len(args[0]) == len(found) else None
-                self.see(tensor)
+                    log.layer = self._owner(args[0][number]) if len(args[0]) == len(found) else None
+                log.see(tensor)
                 if number < len(after_outputs) and after_outputs[number]:
-                    self.log.free(self._birth(after_outputs[number]))
-            if name in CUBLAS and found:
+                    log.free(self._birth(after_outputs[number]))
+            if found and name in CUBLAS:
                 # What cuBLAS keeps from the first product on: one handle a thread; autograd's backward is another.
                 thread = "backward" if "backward" in self.phase else "forward"
                 if thread not in self._cublas:
@@ -115,9 +120,9 @@ class Recorder(TorchDispatchMode):
                     self._cublas.add("lt")
                     self._birth(CUBLASLT_BYTES)
             if taken is not None:  # a kernel holds it at the same time as its outputs
-                self.log.free(taken)
+                log.free(taken)
             if in_lists:
-                self.log.layer = None
+                log.layer = None
             return out
 
     def leave_layer(self) -> None:
@@ -131,11 +136,13 @@ class Recorder(TorchDispatchMode):
             self.leave_layer()
             return True
         layer = None if in_step else log.layer  # an optimizer's loop goes through all layers again and again
+        alive, owners = log.numbers, log.owners
         for each in args:
             for tensor in each if isinstance(each, (list, tuple)) else (each,):
-                owner = self._owner(tensor) if isinstance(tensor, Tensor) else None
-                if owner is not None and (layer is None or (owner < layer if falls else owner > layer)):
-                    layer = owner
+                if isinstance(tensor, Tensor) and (number := alive.get(tensor.untyped_storage()._cdata)) is not None:
+                    owner = owners[number]
+                    if owner is not None and (layer is None or (owner < layer if falls else owner > layer)):
+                        layer = owner
         if layer is not None:
             log.layer, log.by_owner = layer, False
         return False
@@ -144,21 +151,14 @@ class Recorder(TorchDispatchMode):
         number = self.log.number_of(tensor)
         return None if number is None else self.log.owners[number]
 
-    def _noted(self, what: Any, make: Callable[[], Any], may_keep: Callable[[], bool] = lambda: True) -> Any:
-        """What ``make`` finds out about the last call, once for all equal calls."""
-        known = self.answers.known
-        found = None if known is None else known.notes.get(what)
-        if found is None:
-            found = make()
-            if known is not None and may_keep():
-                known.notes[what] = found
-        return found
-
     def _note_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """The same call is the same work: it follows from sizes, but for tensors that repeat parts of a storage."""
-        has_tf32 = self.capability >= (8, 0)
-        make = partial(work_of, self.phase, func, args, kwargs, out, has_tf32, self.num_sms)
-        work = self._noted(self.phase, make, lambda: not any(map(_repeats, tree_leaves((args, kwargs, out)))))
+        notes = None if self.answers.known is None else self.answers.known.notes
+        work = None if notes is None else notes.get(self.phase)
+        if work is None:
+            work = work_of(self.phase, func, args, kwargs, out, self.capability >= (8, 0), self.num_sms)
+            if notes is not None and not any(map(_repeats, tree_leaves((args, kwargs, out)))):
+                notes[self.phase] = work
         self._add_work(work)
 
     def _add_work(self, work: Work) -> None:
@@ -251,7 +251,8 @@ class StorageLog:
         self.event_layers: list[int | None] = []
         self.layers: list[int | None] = []  # of each storage, when it was born
         self.owners: list[int | None] = []  # the same, and of a gradient its parameter's
-        self._alive: dict[int, tuple[int, Any]] = {}  # by address: number and weak reference
+        self.numbers: dict[int, int] = {}  # of what is alive, by address
+        self._watched: dict[int, Any] = {}  # weak references, by number
 
     def add(self, num_bytes: int) -> int:
         """A block of ``num_bytes`` that has no storage; its number."""
@@ -271,35 +272,34 @@ class StorageLog:
     def see(self, tensor: Tensor) -> int:
         """The number of the storage of ``tensor``, which is noted if it is new."""
         storage = tensor.untyped_storage()
-        known = self._alive.get(storage._cdata)
+        known = self.numbers.get(storage._cdata)
         if known is not None:
-            return known[0]
+            return known
         index = self.add(storage.nbytes())
         self._watch(storage, index)
         return index
 
     def hand_over(self, old: Tensor, new: Tensor) -> None:
         """Let ``new`` have the memory of ``old``, which nobody reads any more."""
-        known = self._alive.pop(old.untyped_storage()._cdata, None)
+        known = self.numbers.pop(old.untyped_storage()._cdata, None)
         if known is not None:
-            self._watch(new.untyped_storage(), known[0])
+            self._watch(new.untyped_storage(), known)
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of the storage of ``tensor``, if it was seen."""
-        known = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[0]
+        return self.numbers.get(tensor.untyped_storage()._cdata)
 
     def knows(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._alive
+        return tensor.untyped_storage()._cdata in self.numbers
 
     def alive(self) -> set[int]:
         """Numbers of the storages that were seen and are still there."""
-        return {index for index, _ in self._alive.values()}
+        return set(self.numbers.values())
 
     def forget_past(self) -> None:
         """Start again with what is alive now."""
-        alive = [storage for _, seen in self._alive.values() if (storage := seen()) is not None]
-        for each in (self._alive, self.sizes, self.events, self.event_layers, self.layers, self.owners):
+        alive = [storage for number in self.numbers.values() if (storage := self._watched[number]()) is not None]
+        for each in (self.numbers, self._watched, self.sizes, self.events, self.event_layers, self.layers, self.owners):
             each.clear()
         self.live_bytes = 0
         for storage in alive:
@@ -307,11 +307,12 @@ class StorageLog:
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
-        self._alive[address] = (index, weakref.ref(storage, lambda _: self._died(address, index)))
+        self.numbers[address] = index
+        self._watched[index] = weakref.ref(storage, lambda _: self._died(address, index))
 
     def _died(self, address: int, index: int) -> None:
-        if self._alive.get(address, (None,))[0] == index:
-            del self._alive[address]
+        if self.numbers.get(address) == index:
+            del self.numbers[address], self._watched[index]
             self.free(index)
 
 
