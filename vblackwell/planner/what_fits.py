@@ -27,6 +27,7 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.folders.compressed_tensors import PackedLinears
 from vblackwell.nn.convert.linears import find_linears, store_linears, store_packed
 from vblackwell.nn.convert.lora import Lora, add_adapters
+from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout.generation import (
     CacheShape,
     cache_shape,
@@ -187,11 +188,18 @@ class WhatFits:
         spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}")
         plain = kind == "plain"
 
-        if kind.startswith("adapters"):
-            spec = replace(spec, build=lambda dtype: self._adapted(name, kind == "adapters", tiled))
+        build = spec.build
+
+        def fused(dtype: torch.dtype) -> nn.Module:
+            """As it is trained, in all of its traces."""
+            packs = kind == "adapters"
+            model = self._adapted(name, packs, tiled) if kind.startswith("adapters") else build(dtype)
+            fuse(model)
+            return model
+
+        spec = spec if plain else replace(spec, build=fused)
         precision = "fp32" if plain else "bf16"
-        how = {"precision": precision, "checkpointing": not plain, "fuses": not plain}
-        return Run(spec, length, **how, capability=TRACED, expandable=True)
+        return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 
     def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
         kind = way if way.startswith("adapters") else "train"

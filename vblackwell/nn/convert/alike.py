@@ -8,14 +8,16 @@ by the place is seen: it is done with a number that notes whether anybody asks f
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
 from vblackwell.errors import Unsupported
 from vblackwell.nn.linear.one_input import hooked
 
 PLACE = "layer_idx"
+_PLACES = {PLACE, "target_name"}  # the second: what peft remembers of where a linear was
 _OF_MODULES = frozenset(vars(nn.Module()))
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class AnyLayer:
@@ -23,6 +25,9 @@ class AnyLayer:
     whether anybody has."""
 
     asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else self._refuse()
 
     def _refuse(self, *args: Any) -> Any:
         object.__setattr__(self, "asked", True)
@@ -65,12 +70,17 @@ class Answers:
         parts = [(name, self._form(each)) for name, each in module._modules.items() if each is not None]
         if any(form is None for _, form in parts):
             return None
-        own = [(name, *_value(values[name])) for name in values.keys() - _OF_MODULES if name != PLACE]
+        own = [(name, *_value(values[name])) for name in values.keys() - _OF_MODULES if name not in _PLACES]
         params = [(name, _shape(each)) for name, each in module._parameters.items()]
-        return type(module), module.training, type(values.get(PLACE)), frozenset(own), tuple(params), tuple(parts)
+        places = [(name, type(values[name])) for name in _PLACES & values.keys()]
+        return type(module), module.training, frozenset(places), frozenset(own), tuple(params), tuple(parts)
 
 
 def _value(value: Any) -> tuple[type, Hashable]:
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_value, value))
+    if isinstance(value, dict):
+        return type(value), tuple((name, _value(each)) for name, each in value.items())
     return type(value), value if type(value) in _PLAIN else id(value)
 
 
@@ -82,11 +92,9 @@ def _shape(parameter: nn.Parameter | None) -> Hashable:
 
 def _with_place(module: nn.Module, number: AnyLayer) -> nn.Module:
     """A module that shares everything with ``module`` but its parts' places."""
-    if not any(PLACE in vars(each) for each in module.modules()):
+    if not any(vars(each).keys() & _PLACES for each in module.modules()):
         return module
     parts = {name: None if each is None else _with_place(each, number) for name, each in module._modules.items()}
     twin = object.__new__(type(module))
-    twin.__dict__.update(vars(module), _modules=parts)
-    if PLACE in vars(module):
-        twin.__dict__[PLACE] = number
+    twin.__dict__.update(vars(module), _modules=parts, **dict.fromkeys(vars(module).keys() & _PLACES, number))
     return twin
