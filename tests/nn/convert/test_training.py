@@ -99,9 +99,11 @@ def test_a_plan_is_made_for_the_model_that_runs():
     model = build("Qwen2").to("meta")
     run = Run(spec_of(model, "model"), 32, precision="bf16", capability=(9, 0))
     machine = Machine(Bounds(8 * GiB, 64 * GiB), H200)
-    plain, fused = (Forecast(run, machine, fused=fused) for fused in (False, True))
-    assert not is_accelerated(plain.model(False)) and has_fused_loss(fused.model(False))
+    plain, fused = (Forecast(each, machine) for each in (run, run.like(fuses=True)))
+    with fused.run.prepared(fused.model):
+        assert has_fused_loss(fused.model)
     assert fused.trace(False, 2).work != plain.trace(False, 2).work
+    assert fused.model is plain.model and not is_accelerated(plain.model)
 
 
 CPU = torch.device("cpu")
