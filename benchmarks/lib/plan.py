@@ -192,7 +192,7 @@ def min_seconds(forecast: Forecast, choice: Choice) -> float:
     rates = replace(forecast.machine.rates, issue_seconds=NEVER)
     work = forecast.trace(choice.checkpointing, choice.batch_size).work
     compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())
-    model = forecast.model(choice.checkpointing)
+    model = forecast.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # Whole groups are updated on the host, maybe a little less than the share.
     on_host = 0.0 if choice.placement == "resident" else max(0.0, choice.host_share - 0.1)

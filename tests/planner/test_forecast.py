@@ -53,7 +53,7 @@ def choice(**changes) -> Choice:
 
 
 def test_resident_takes_sixteen_bytes_a_parameter_and_what_a_step_needs(small):
-    count = sum(p.numel() for p in small.model(False).parameters())
+    count = sum(p.numel() for p in small.model.parameters())
     found = on(small, bounds=Bounds(GiB, GiB)).predict(choice(placement="resident", activations="level0"))
     assert not isinstance(found, Lacking)
     sized, prediction = found
@@ -181,7 +181,7 @@ def test_updates_on_the_cpu_slow_a_step_that_waits_for_the_host(small):
     assert seconds("device", busy_issues=2.0) == seconds("device")
     # The CPU updates all 33 M parameters in 94 ms at the rate below: for half of that the host stands still.
     slow = {"cpu_adamw": 5e8}
-    parameters = sum(p.numel() for p in small.model(True).parameters())
+    parameters = sum(p.numel() for p in small.model.parameters())
     more = seconds("host", busy_issues=2.0, **slow) - seconds("host", **slow)
     assert more == pytest.approx(0.5 * parameters / (5e8 * CPU_IN_STEP), rel=0.1)
 

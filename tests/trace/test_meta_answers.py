@@ -37,7 +37,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def twice(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     answers = MetaAnswers()
-    return answers.call(func, args, kwargs), answers.call(func, args, kwargs)
+    return answers.call(answers.of(func), args, kwargs), answers.call(answers.of(func), args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def twice(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 )
 def test_remembered_answers_are_new_tensors_of_the_same_form(func, args):
     answers = MetaAnswers()
-    first, second = answers.call(func, args, {}), answers.call(func, args, {})
+    first, second = answers.call(answers.of(func), args, {}), answers.call(answers.of(func), args, {})
     expected = func(*args)
     for one, two, truth in zip(
         *(x if isinstance(x, (list, tuple)) else [x] for x in (first, second, expected)), strict=True
@@ -92,12 +92,12 @@ def test_what_has_bytes_is_computed():
 
 def test_plain_arguments_of_other_types_are_other_questions():
     x, answers = meta(3, dtype=torch.int64), MetaAnswers()
-    assert answers.call(aten.mul.Scalar, (x, 1), {}).dtype == torch.int64
-    assert answers.call(aten.mul.Scalar, (x, 1.0), {}).dtype == torch.float32
+    assert answers.call(answers.of(aten.mul.Scalar), (x, 1), {}).dtype == torch.int64
+    assert answers.call(answers.of(aten.mul.Scalar), (x, 1.0), {}).dtype == torch.float32
 
 
 def test_a_question_that_fails_fails_again():
     answers = MetaAnswers()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="reduction dim|cannot be multiplied"):
-            answers.call(aten.mm.default, (meta(3, 4), meta(5, 6)), {})
+            answers.call(answers.of(aten.mm.default), (meta(3, 4), meta(5, 6)), {})

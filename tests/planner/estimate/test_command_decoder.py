@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
+from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.planner import memory_estimate, model_spec
 from vblackwell.planner.estimate.command import advice_of, estimate_command, with_fused_step
@@ -108,7 +109,8 @@ def test_a_fused_step_as_it_is_traced():
 
 
 def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, capsys, tmp_path):
-    """Seconds of a large model each: built as it is, recomputed and on fused operators, and a step of each way."""
+    """One module, and a step of each way: recomputed layers, fused operators, autocast and half the batch change the
+    order of what is allocated, or sizes that are not all affine in the batch; all the rest is arithmetic on these."""
     counts = Counter[Any]()
 
     def counted(owner: Any, name: str, key: Callable[..., Any]) -> None:
@@ -124,8 +126,8 @@ def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, ca
     counted(memory_estimate, "fuse", lambda *args: None)
 
     def way(run: Run, batch_size: int) -> tuple[Any, ...]:
-        is_fused = any("_vb_original" in type(each).__dict__ for each in run.model.modules())
-        return run.precision, run.checkpointing, is_fused, batch_size
+        assert not is_accelerated(run.model)  # before and after each of them
+        return run.precision, run.checkpointing, run.fuses, batch_size
 
     counted(Run, "trace", way)
     fields = {
@@ -141,7 +143,7 @@ def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, ca
     traces += [("autocast", False, False, 8), ("fp32", False, False, 4)]
     expected: dict[Any, int] = {("trace", key): 1 for key in traces}
     largest = {key: 1 for key in counts if key[0] == "trace" and key[1][3] not in (4, 8)}  # of one to three sequences
-    expected |= largest | {("build_causal_lm", torch.float32): 4, ("fuse", None): 2}
+    expected |= largest | {("build_causal_lm", torch.float32): 1, ("fuse", None): 2}
     assert counts == expected
 
 

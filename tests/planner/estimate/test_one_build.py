@@ -1,9 +1,4 @@
-"""How often a command builds its model and traces it: once each, but for what runs other operators or other shapes.
-
-Recomputed layers, fused operators, autocast and half the batch are traces of their own, of the one module: they change
-the order of what is allocated, or sizes that are not all affine in the batch. Expandable segments, another optimizer
-step, the card's size, its rates and all placements are arithmetic on them.
-"""
+"""How often a plan of a run, and the screen of all ways, build the model and trace it."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from vblackwell import cli
@@ -71,21 +65,6 @@ def estimate(tmp_path: Path, *flags: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(FIELDS))
     assert cli.main(["estimate", str(path), *flags]) == 0
-
-
-def test_advice_is_of_one_module_and_no_trace_is_made_twice(tmp_path, counts, capsys):
-    estimate(tmp_path, "--gpu-memory", "760MiB", "--batch-size", "64", "--seq-length", "256")
-    assert "what would help" in capsys.readouterr().out
-    assert counts.built == 1 and len({id(model) for model, *_ in counts.traced}) == 1
-    ways = [tuple(way) for _, *way in counts.traced]
-    assert len(ways) == len({*ways})
-    plain, narrow = (False, False, None), (False, False, torch.bfloat16)
-    fused, recomputed, both = (False, True, None), (True, False, None), (True, True, None)
-    advised = {(*plain, 64), (*fused, 64), (*recomputed, 64), (*narrow, 64), (*plain, 32), (*both, 64)}
-    assert advised <= {*ways} and {way[:3] for way in {*ways} - advised} <= {plain}  # the search for the largest batch
-    (model, *_), *_ = counts.traced
-    assert not is_accelerated(model)  # and it is left as it was built
-    assert not any(vars(each).get("gradient_checkpointing") for each in model.modules())
 
 
 def test_a_plan_traces_its_model_once_for_each_way_to_keep_activations(tmp_path, counts, capsys):
