@@ -226,7 +226,7 @@ def test_nothing_waits_for_the_device(options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seeds_B": torch.ones(3)}, r"seeds and positions of \(3,\)"),
+        ({"seeds_B": torch.ones(3)}, r"seeds, positions or settings of \(3,\)"),
         ({"logits_BV": torch.zeros(4)}, r"logits of \(4,\)"),
         ({"logits_BV": torch.zeros(2, 4, dtype=torch.float64)}, "float64"),
     ],
@@ -235,6 +235,27 @@ def test_nothing_waits_for_the_device(options):
 def test_what_is_refused(options, words):
     with pytest.raises(ConfigurationError, match=words):
         sample_tokens(**{"logits_BV": torch.zeros(2, 4), "seeds_B": 0, **options})
+
+
+def test_settings_of_each_row_are_as_for_the_row_alone():
+    logits, seeds = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)), torch.arange(6)
+    settings = [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (2.0, 3, 1.0, 0.0),
+        (1.0, 99, 0.5, 0.0),
+        (1.5, 0, 1.0, 0.2),
+        (0.7, 9, 0.9, 0.05),
+    ]
+    names = ("temperature", "top_k", "top_p", "min_p")
+    mixed = {name: torch.tensor([row[place] for row in settings]) for place, name in enumerate(names)}
+    for position in range(20):
+        together = sample_tokens(logits, seeds, position, **mixed)
+        for row, alone in enumerate(settings):
+            options = dict(zip(names, alone, strict=True))
+            assert sample_tokens(logits[row : row + 1], row, position, **options).tolist() == [int(together[row])]
+    with pytest.raises(ConfigurationError, match="settings"):
+        sample_tokens(logits, seeds, top_k=torch.tensor([1]))
 
 
 def test_a_backend_by_name_says_why_not(monkeypatch):

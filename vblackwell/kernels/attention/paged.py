@@ -6,7 +6,8 @@ many there are, so a captured call holds for every state of the cache. No gradie
 The kernels add up the keys of a row in chunks of fixed positions (`plan.CHUNK`) and the chunks in order, whichever
 program does it and in whichever tile of queries the row lies. So a token's bits depend on its own query and on the keys
 that it sees: not on the batch, on page numbers, or on how the prompt was cut into calls; single steps and whole prompts
-give the same. The plain expression, which runs on the CPU, keeps to that for calls cut alike.
+give the same. The plain expression, which runs on the CPU, keeps to that for calls cut alike; so its bits depend on
+nothing else where each query is a request of its own, as when all decode.
 
 Legend: S queries of all requests, R requests, N query heads, K key heads, H head width, P positions of a page.
 """
@@ -20,6 +21,9 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.op import WIDEST_HEAD, bounds, check_heads, check_options
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime.registry import runs_triton
+
+_WIDTH = 64  # in the plain expression, keys of a single query are filled up to a multiple of this
+_AT_ONCE = 1 << 22  # numbers of keys that it gathers at a time
 
 
 def paged_attention(
@@ -128,10 +132,37 @@ def _plain(  # type: ignore[no-untyped-def]
     q_SNH, key_pages, value_pages, starts, table, lengths, left, scale, softcap
 ) -> Tensor:
     out_SNH, begins = torch.zeros_like(q_SNH), starts.tolist()
+    singles: dict[int, list[int]] = {}  # requests of one query, by their width
     for request, (begin, end, length) in enumerate(zip(begins, begins[1:], lengths.tolist(), strict=False)):
+        if end - begin == 1 and length:
+            singles.setdefault(-(-length // _WIDTH) * _WIDTH, []).append(request)
+            continue
         position = torch.arange(length, device=q_SNH.device)
         at = (table[request, position // key_pages.shape[1]], position % key_pages.shape[1])
         q, k, v = (x.float().transpose(0, 1)[None] for x in (q_SNH[begin:end], key_pages[at], value_pages[at]))
         y = attention_reference(q, k, v, left=left, right=0, bottom_right=True, scale=scale, softcap=softcap)
         out_SNH[begin:end] = y[0].transpose(0, 1).to(out_SNH.dtype)
+    for width, requests in singles.items():
+        for part in torch.tensor(requests).split(max(1, _AT_ONCE // (width * key_pages[0, 0].numel()))):
+            _singles(out_SNH, part, width, q_SNH, key_pages, value_pages, starts, table, lengths, left, scale, softcap)
     return out_SNH
+
+
+def _singles(  # type: ignore[no-untyped-def]
+    out_SNH, requests_R, width, q_SNH, key_pages, value_pages, starts, table, lengths, left, scale, softcap
+) -> None:
+    """Requests of one query each, in one call: their keys filled up to ``width``, of which nothing is seen."""
+    size, rows_R = key_pages.shape[1], starts[requests_R].long()
+    position_T = torch.arange(width, device=q_SNH.device)
+    block_T = (position_T // size).clamp(max=table.shape[1] - 1)
+    behind_RT = lengths[requests_R].long()[:, None] - 1 - position_T
+    seen_RT = (behind_RT >= 0) if left is None else (behind_RT >= 0) & (behind_RT <= left)
+    at = (table[requests_R][:, block_T].long().masked_fill(~seen_RT, 0), position_T % size)
+    k_RTKH, v_RTKH = (x[at].float().masked_fill(~seen_RT[:, :, None, None], 0) for x in (key_pages, value_pages))
+    q_RKGH = q_SNH[rows_R].float().unflatten(1, (key_pages.shape[2], -1))
+    scores_RKGT = q_RKGH @ k_RTKH.permute(0, 2, 3, 1).contiguous() * scale
+    if softcap:
+        scores_RKGT = softcap * torch.tanh(scores_RKGT / softcap)
+    weights_RKGT = scores_RKGT.masked_fill(~seen_RT[:, None, None], float("-inf")).softmax(-1)
+    y_RKGH = weights_RKGT @ v_RTKH.transpose(1, 2).contiguous()
+    out_SNH[rows_R] = y_RKGH.flatten(1, 2).to(out_SNH.dtype)

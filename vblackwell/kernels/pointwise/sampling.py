@@ -24,16 +24,16 @@ def sample_tokens(
     seeds_B: Tensor | int,
     positions_B: Tensor | int = 0,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    temperature: Tensor | float = 1.0,
+    top_k: Tensor | int = 0,
+    top_p: Tensor | float = 1.0,
+    min_p: Tensor | float = 0.0,
 ) -> Tensor:
     """The tokens (B,) int64; -1 for a row that has NaN or +inf, or nothing but -inf.
 
     What may be drawn is cut by ``top_k``, ``top_p`` (Holtzman et al., arXiv:1904.09751) and ``min_p`` (Nguyen et al.,
     arXiv:2407.01082), each on what the one before left; tokens as likely as the last one kept are kept too. The
-    caller has checked that the four are in their ranges.
+    caller has checked that the four are in their ranges; each may be of each row, (B,) on the logits' device.
 
     Args:
         logits_BV: bf16, fp16 or fp32; -inf for tokens that must not be drawn.
@@ -55,23 +55,27 @@ def sample_tokens(
     seeds_B, positions_B = (
         _row(x, logits_BV) if isinstance(x, Tensor) else full(x, dtype=torch.int64) for x in (seeds_B, positions_B)
     )
-    temperature_B, cuts = full(temperature, dtype=torch.float32), []
-    if (top_k, top_p, min_p) != (0, 1.0, 0.0):
-        most = min(top_k, (1 << 31) - 1)  # beyond the vocabulary it means all, whatever its size
-        cuts = [full(most, dtype=torch.int32), *(full(x, dtype=torch.float32) for x in (top_p, min_p))]
+
+    def each(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+        return _row(value, logits_BV, dtype) if isinstance(value, Tensor) else full(value, dtype=dtype)
+
+    temperature_B, cuts = each(temperature, torch.float32), []
+    if any(isinstance(x, Tensor) for x in (top_k, top_p, min_p)) or (top_k, top_p, min_p) != (0, 1.0, 0.0):
+        most = min(top_k, (1 << 31) - 1) if isinstance(top_k, int) else top_k  # beyond the vocabulary it means all
+        cuts = [each(most, torch.int32), *(each(x, torch.float32) for x in (top_p, min_p))]
     logits_BV = logits_BV.detach()
     if runs_triton("sampling", logits_BV, 0):
         return _sample_tokens(logits_BV, seeds_B, positions_B, temperature_B, cuts)
     return sample_reference(logits_BV, seeds_B, positions_B, temperature_B, cuts)
 
 
-def _row(value: Tensor, logits_BV: Tensor) -> Tensor:
+def _row(value: Tensor, logits_BV: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     if value.shape != logits_BV.shape[:1] or value.device != logits_BV.device:
         raise ConfigurationError(
-            f"sampling: seeds and positions of {tuple(value.shape)} on {value.device}: give a number, or"
+            f"sampling: seeds, positions or settings of {tuple(value.shape)} on {value.device}: give a number, or"
             f" ({logits_BV.shape[0]},) on {logits_BV.device}"
         )
-    return value.to(torch.int64).contiguous()
+    return value.to(dtype).contiguous()
 
 
 @register_op(lambda logits_BV, seeds_B, *rest: torch.empty_like(seeds_B))
