@@ -6,6 +6,7 @@ packed as (group, view) and read again when backward needs them; hooks that were
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.checkpoint import second_pass_under, top_hooks
+from vblackwell.offload.bound import BoundWeights, Entered, SiteHooks
 from vblackwell.offload.host_share import HostShare
 from vblackwell.offload.layout.forecast import FastestUpdates, fastest_updates
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
@@ -42,6 +44,7 @@ from vblackwell.offload.parameters import (
     make_plain,
     refuse_compiled,
     refuse_wrapping,
+    weakly,
 )
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
@@ -116,14 +119,6 @@ def _close_parts(storage: Storage, worker: Worker, prefetcher: Any, store: Activ
     storage.stack.prefetchers.remove(prefetcher)
 
 
-class _Entered(threading.local):
-    """What one thread has entered: of the forward of the whole model, and of modules' sites, the last one last."""
-
-    def __init__(self) -> None:
-        self.forward = ExitStack()
-        self.sites: list[tuple[Site, ExitStack]] = []
-
-
 class Offload:
     """The engine of one streamed model, whose weights and masters ``storage`` holds already. Made by `stream`; users
     meet it through `offload_of(model)`.
@@ -150,17 +145,19 @@ class Offload:
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
-        self._budget = budget = Level0Budget(stack, storage)
-        self.lock = budget.lock
+        self.budget = budget = Level0Budget(stack, storage)
+        self.lock, self.bound = budget.lock, BoundWeights(self)
         shared = Shared(name, stack, found.groups, storage, self.worker, self.states, budget)
         self.step_control = control = StepControl(shared, found)
+        budget.drop_weights = weakly(self.bound.drop_one)
         self.weights, self.gradients = control.weights, control.gradients
         self.host_updates, self.level0 = control.host_updates, control.level0
-        self.used = UsedParameters(self, _weakly(self._take_gradient))
+        self.used = UsedParameters(self, weakly(self._take_gradient))
         if control.graphs is not None:
-            control.graphs.places = _weakly(self._places_of_gradients)
-        self._handles: list[Any] = []
-        self._entered = _Entered()
+            control.graphs.places = weakly(self._places_of_gradients)
+        self.handles: list[Any] = []
+        self.site_hooks = SiteHooks(self._enter, self._leave)
+        self.entered = Entered()
         self._thread = threading.get_ident()
         self._backward_ends: set[int] = set()
         self._exported: dict[Slot, tuple[tuple[int, int], Tensor]] | None = None
@@ -173,15 +170,16 @@ class Offload:
             self.detach()
             raise
         if activations is not None:
-            activations.leave_out(self.weights, _weakly(self._free_spare))
-        prefetcher = _weakly(self._prefetch)
+            activations.leave_out(self.weights, weakly(self._free_spare))
+        prefetcher = weakly(self._prefetch)
         stack.prefetchers.append(prefetcher)
         self.finalizer = weakref.finalize(model, _close_parts, storage, self.worker, prefetcher, activations)
         self.finalizer.atexit = False  # at exit the stack closes itself
 
     def _take_modules(self, sites: list[Site], shared: Shared) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
-        keep = self._handles.append  # each at once: where a later one fails, `detach` removes it
+        keep = self.handles.append  # each at once: where a later one fails, `detach` removes it
+        model, outer = self.model, {self.model, *self.model.children()}
         with torch.inference_mode(False):
             for slot in self.slots():
                 self.used.hide(slot)
@@ -190,10 +188,7 @@ class Offload:
                 swap_class(site.module, SlicedLeaf(shared, group, self._slice_rows[group], self.step_control))
                 self._sliced.append(site.module)
             else:
-                enter, leave = BeforeForward(partial(self._enter, site)), AfterForward(partial(self._leave, site))
-                keep(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                keep(site.module.register_forward_hook(leave, always_call=True))
-        model = self.model
+                self.site_hooks.add(site, keep if site.module in outer else None)
         keep(model.register_forward_pre_hook(BeforeForward(self._begin_forward), prepend=True, with_kwargs=True))
         keep(model.register_forward_hook(AfterForward(self._end_forward), always_call=True))
         keep(model.register_state_dict_post_hook(SiteHook(self._end_export)))
@@ -224,6 +219,12 @@ class Offload:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
             self._thread = threading.get_ident()
             self._unwind()
+            self.budget.last_used = time.monotonic()
+            if self.bound.wanted:
+                self.bound.enter()
+                self.entered.forward.callback(self.bound.leave)
+                if self.bound:
+                    return
             with self.lock:
                 self._end_export()
                 self.weights.trace.begin_pass()
@@ -231,16 +232,16 @@ class Offload:
                 self._divide_anew()
             if torch.is_grad_enabled():
                 if (graphs := self.step_control.graphs) is not None:
-                    self._entered.forward.enter_context(graphs.used())
+                    self.entered.forward.enter_context(graphs.used())
                 if self.activations is not None:
-                    self._entered.forward.enter_context(self.activations.forward_of(self.model))
+                    self.entered.forward.enter_context(self.activations.forward_of(self.model))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
-            self._entered.forward.close()
+            self.entered.forward.close()
 
     def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not site.when(args, kwargs):
+        if self.bound or not site.when(args, kwargs):
             return
         if self.level0 is not None:
             with self.lock:
@@ -251,18 +252,19 @@ class Offload:
                 context.enter_context(second_pass_under(partial(self.used.using, site.slots), module))
             if is_transformed():
                 context.enter_context(computing_with_views(site.module, site.slots))
-            self._entered.sites.append((site, context.pop_all()))
+            self.entered.sites.append((site, context.pop_all().close))
 
     def _leave(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:
-        entered = self._entered.sites
+        entered = self.entered.sites
         if entered and entered[-1][0] is site:  # not so where the way in failed: `_leave` is called even then
-            entered.pop()[1].close()
+            entered.pop()[1]()
 
     def _unwind(self) -> None:
         """Leave what an interrupted forward entered: torch calls no hook after a KeyboardInterrupt."""
-        while self._entered.sites:  # first: they put back what the forward has put there
-            self._entered.sites.pop()[1].close()
-        self._entered.forward.close()
+        while self.entered.sites:  # first: they put back what the forward has put there
+            self.entered.sites.pop()[1]()
+        self.entered.forward.close()
+        self.bound.unwind()
 
     def _prefetch(self, item: Any) -> bool:
         """Load what the stack was asked for, a name such as 'model/layers.3' or a parameter, if it is this model's:
@@ -443,7 +445,7 @@ class Offload:
                 later = [pair for pair in then + moment_ranges(rest) if pair not in self.storage]
                 incoming_bytes = found.incoming_bytes(micro_batches, undo=undo)
                 try:
-                    reserve(partial(self.storage.reserve, now + fresh, later, incoming_bytes), self._budget.free_host)
+                    reserve(partial(self.storage.reserve, now + fresh, later, incoming_bytes), self.budget.free_host)
                     break
                 except InsufficientMemory:  # groups that are updated on level 0 may need more of RAM
                     if found is before:
@@ -525,6 +527,7 @@ class Offload:
         nothing changed, if another thread is in a forward.
         """
         self._unwind()  # a forward that an interrupt ended
+        self.bound.release()
         for group in self.groups:
             if self.weights.is_pinned(group):
                 raise ConfigurationError(
@@ -545,9 +548,10 @@ class Offload:
 
     def detach(self) -> None:
         """Remove every hook; parameters keep their placeholders (the caller gives them data)."""
-        for handle in [*self._handles, *self.used.hooks.values()]:
+        for handle in [*self.handles, *self.used.hooks.values()]:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
+        self.site_hooks.remove()
         self.used.hooks.clear()
         for module in self._sliced:
             swap_class(module, None)
@@ -557,6 +561,8 @@ class Offload:
 
     def close(self) -> None:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
+        self._unwind()
+        self.bound.release()
         self.detach()
         try:
             with self.lock:
@@ -575,19 +581,6 @@ def _refuse_assignment(module: nn.Module, state_dict: Any, prefix: str, metadata
         raise Unsupported(
             "load_state_dict(assign=True) would replace offloaded parameters: use assign=False, which copies"
         )
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` while its object is alive. C++ and the stack hold hooks out of the collector's sight: they keep
-    nothing alive.
-    """
-    alive = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = alive()
-        return None if found is None else found(*args)
-
-    return call
 
 
 def _pack_detached(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:

@@ -5,6 +5,7 @@ and costs nothing; otherwise its class is `OffloadedParameter`, swapped as torch
 a NaN of stride zero: should code get past the interception, NaN is loud where old weights would be silent.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -293,6 +294,19 @@ class AfterForward(SiteHook):
             self._call(*args)
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` while its object is alive. C++ and the stack hold hooks out of the collector's sight: they keep
+    nothing alive.
+    """
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = alive()
+        return None if found is None else found(*args)
+
+    return call
+
+
 # -- which parameters are in use ---------------------------------------------------------------------------------------
 
 
@@ -324,31 +338,48 @@ class UsedParameters:
         engine, taken, groups = self._engine, list[Slot](), list[Group]()
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
-            with engine.lock, _unseen():
-                for group, members in groupby(slots, attrgetter("group")):
-                    engine.step_control.acquire(group)
-                    groups.append(group)
-                    self._pin(group, list(members), taken)
+            parts = ((group, list(members)) for group, members in groupby(slots, attrgetter("group")))
+            self.begin(parts, engine.step_control.acquire, taken, groups)
             # The cache is keyed by parameter and would hold the casts of every group until the context ends.
             torch.set_autocast_cache_enabled(False)
             with engine.packing():
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
-            with engine.lock, _unseen():
-                written = False
-                try:
-                    engine.write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
-                    written = True
-                finally:
-                    for slot in taken:
-                        self._pins[slot] -= 1
-                        if self._pins[slot] == 0:
-                            self.hide(slot)
-                    for group in groups:
-                        engine.weights.unpin(group)
-                        if not written and not engine.weights.is_pinned(group):
-                            engine.weights.drop(group)  # what is read next is what is stored
+            self.end(taken, groups)
+
+    def begin(
+        self,
+        parts: Iterable[tuple[Group, list[Slot]]],
+        pin: Callable[[Group], object],
+        taken: list[Slot],
+        groups: list[Group],
+    ) -> None:
+        """Use the slots of ``parts``, whose groups ``pin`` loads and pins; ``taken`` and ``groups`` get what has to be
+        given to `end`, even where this raises."""
+        with self._engine.lock, _unseen():
+            for group, members in parts:
+                pin(group)
+                groups.append(group)
+                self._pin(group, members, taken)
+
+    def end(self, taken: list[Slot], groups: list[Group]) -> None:
+        """The use of what `begin` took is over; what was written in place meanwhile is written back."""
+        engine = self._engine
+        with engine.lock, _unseen():
+            written = False
+            try:
+                engine.write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
+                written = True
+            finally:
+                for slot in taken:
+                    self._pins[slot] -= 1
+                    if self._pins[slot] == 0:
+                        self.hide(slot)
+                for group in groups:
+                    engine.weights.unpin(group)
+                    if not written and not engine.weights.is_pinned(group):
+                        engine.weights.drop(group)  # what is read next is what is stored
 
     def _pin(self, group: Group, slots: list[Slot], taken: list[Slot]) -> None:
         """Each of ``slots`` is among the ``taken`` ones then."""

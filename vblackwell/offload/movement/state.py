@@ -519,6 +519,7 @@ class Level0Budget:
     background thread takes it, so its holder may wait for them, but may not call a model's code or backward.
     """
 
+    last_used, pinned = 0.0, False  # in seconds of `time.monotonic`; others take nothing of one that is pinned
     _by_stack = weakref.WeakKeyDictionary[VGPUStack, tuple[Any, weakref.WeakSet["Level0Budget"]]]()
 
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
@@ -570,8 +571,8 @@ class Level0Budget:
             return reserve(take, *free_some, give_up)
 
     def free_any(self) -> bool:
-        """This model has no idle weights: wait for what leaves level 0, then ask the stack's other models."""
-        others = [budget for budget in self._all if budget is not self]
+        """This model has no idle weights: wait for what leaves level 0, then ask others, the longest unused first."""
+        others = sorted((each for each in self._all - {self} if not each.pinned), key=lambda each: each.last_used)
         return (
             self.end_gradient()
             or self.end_update()

@@ -98,11 +98,16 @@ class WeightStreamer(Mover):
         elif not again:  # backward reads a group weight by weight: that is one use
             self._stack.count_found(0)
 
+    def end_pass(self) -> None:
+        """A forward of a frozen model is over: what the next one needs last is dropped first."""
+        self.trace.begin_pass()
+        self._latest = None
+
     def upcoming(self) -> Iterator[Group]:
         """The groups to load ahead, soonest first."""
         if not self.frozen:
             return map(self._groups.__getitem__, self.trace.upcoming(self._ahead))
-        if len(self._by_storage) == len(self._groups):
+        if self.has_all():
             return iter(())
         # The next copies begin whatever pass they belong to: no update is between, the link always works.
         groups = map(self._groups.__getitem__, self.trace.upcoming(len(self._groups), wrap=True))
@@ -127,6 +132,32 @@ class WeightStreamer(Mover):
             return False
         return True
 
+    def load_what_fits(self) -> None:
+        """Start to load, in the order of use, groups of a frozen model that stay and the first of those that pass,
+        until one does not fit; drops nothing."""
+        level0, places = self._stack.levels[0], WEIGHT_PLACES
+        order = dict.fromkeys((*self.trace.last_pass, *range(len(self._groups))))
+        for group in map(self._groups.__getitem__, order):
+            places -= group.index not in self.staying
+            if self.is_loaded(group) or group.num_bytes > self.budget_bytes or places < 0:
+                continue
+            if not self._fits(group) or not level0.can_allocate(group.num_bytes):
+                return
+            self.load(group)
+
+    def have_arrived(self) -> bool:
+        """Whether all groups are there."""
+        return self.has_all() and all(map(_is_over, self._by_storage.values()))
+
+    def arrived(self) -> float:
+        """How much has arrived of a frozen model's groups that stay, from 0 to 1; of one of which none stays, whether
+        any is there."""
+        wanted = [self._states[self._groups[index]].loaded for index in self.staying]
+        total = sum(self._groups[index].num_bytes for index in self.staying)
+        if not total:
+            return float(bool(self._by_storage))
+        return sum(each.group.num_bytes for each in wanted if each and _is_over(each)) / total
+
     # -- loading and dropping ------------------------------------------------------------------------------------------
 
     def pin(self, group: Group) -> Tensor:
@@ -149,6 +180,10 @@ class WeightStreamer(Mover):
 
     def is_loaded(self, group: Group) -> bool:
         return self._states[group].loaded is not None
+
+    def has_all(self) -> bool:
+        """Whether every group is loaded, or on its way."""
+        return len(self._by_storage) == len(self._groups)
 
     def is_pinned(self, group: Group) -> bool:
         """Whether somebody but an update uses the group's bytes on level 0."""
@@ -367,6 +402,12 @@ class WeightStreamer(Mover):
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize
         return base.as_strided(packed.size, packed.stride, start)
+
+
+def _is_over(loaded: LoadedWeights) -> bool:
+    """Whether the copy that brings it is; any thread may ask."""
+    transfer = loaded.transfer
+    return transfer is None or transfer.done()
 
 
 def changed_since_forward(group: Group) -> StaleTensor:
