@@ -1,0 +1,152 @@
+"""Bits of an answer depend on its request alone: not on the batch, chunks, pages given up, or what pages still hold."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.serve.models import GREEDY, VOCABULARY, Answer, Residents, ask, tiny
+from vblackwell.generate.sampling import Sampling
+from vblackwell.serve.engine import Engine
+
+
+class Even:
+    """A grammar of even tokens that ends after so many."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    def mask(self, logits_V: Tensor) -> None:
+        logits_V[1::2] = float("-inf")
+
+    def accept(self, token: int) -> bool:
+        assert token % 2 == 0
+        self._left -= 1
+        return not self._left
+
+
+def options(rng: random.Random) -> dict[str, Any]:
+    """Settings of a request, of all kinds."""
+    made: dict[str, Any] = {"seed": rng.randrange(1000), "sampling": GREEDY}
+    if rng.random() < 0.7:
+        cuts = rng.choice([{}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}])
+        made["sampling"] = Sampling(temperature=rng.choice([0.5, 1.0, 2.0]), **cuts)
+    if rng.random() < 0.3:
+        made |= rng.choice([{"repetition_penalty": 1.3}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5}])
+    if rng.random() < 0.2:
+        made["logit_bias"] = {rng.randrange(VOCABULARY): rng.uniform(-5, 5) for _ in range(3)}
+    if rng.random() < 0.4:
+        made["logprobs"] = rng.randrange(4)
+        made["prompt_logprobs"] = rng.random() < 0.5
+    if rng.random() < 0.2:
+        made["end_tokens"] = frozenset(range(0, VOCABULARY, 7))
+    return made
+
+
+def requests(rng: random.Random, count: int, models: list[str]) -> list[dict[str, Any]]:
+    """So many, some of which begin alike."""
+    beginnings = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
+    made = []
+    for _ in range(count):
+        tokens = rng.choice(beginnings)[: rng.randrange(41)]
+        tokens = tokens + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 30))]
+        even = rng.randrange(2, 9) if rng.random() < 0.15 else 0
+        one = {"tokens": tokens, "count": rng.randrange(1, 25), "model": rng.choice(models), **options(rng)}
+        made.append({"request": one, "even": even})
+    return made
+
+
+def submit(engine: Engine, given: dict[str, Any]) -> Answer:
+    more = {"constraint": Even(given["even"])} if given["even"] else {}
+    return ask(engine, **given["request"], **more)
+
+
+def alone(models: dict[str, Any], given: list[dict[str, Any]]) -> list[list[Any]]:
+    """What each request gets from an engine that has nothing else to do and remembers nothing."""
+    found = []
+    engine = Engine(Residents(models), cache_bytes=1 << 20)
+    try:
+        for each in given:
+            found.append(submit(engine, each).told)
+            engine._pool.forget(range(engine._pool.total))  # the engine is idle
+    finally:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kinds", [("Llama", "Gemma2"), ("Mixtral",), ("GPT2", "Qwen3")])
+def test_answers_are_those_of_each_request_alone(kinds: tuple[str, ...]):
+    torch.manual_seed(0)
+    rng = random.Random(str(kinds))
+    models = {kind: tiny(kind) for kind in kinds}
+    given = requests(rng, 8, [*models])
+    expected = alone(models, given)
+    fleet = Residents(models)
+    engine = Engine(fleet, cache_bytes=8 * 16 * block_of(models), max_rows=40, max_running=8)  # few pages
+    try:
+        answers, stopped = [], []
+        for each in given:
+            answers.append(submit(engine, each))
+            if rng.random() < 0.3:
+                stopped.append(submit(engine, each))
+                time.sleep(rng.random() * 0.02)
+                engine.cancel(stopped[-1].number)
+        assert [answer.told for answer in answers] == expected
+        for answer in stopped:
+            assert answer.done.reason in ("cancelled", "stop", "length")
+        assert engine.state().pages_used == 0
+    finally:
+        engine.close()
+    assert not fleet.reserved
+
+
+def test_a_text_that_gave_its_pages_up_goes_on_with_the_same_bits():
+    """Each grows to 4 pages, and there are 5: the younger begins, gives up, and is computed again, tokens it has drawn
+    included."""
+    models = {"m": tiny("Llama")}
+    more = {"count": 40, "sampling": Sampling(1.0), "logprobs": 1, "frequency_penalty": 0.3}
+    given = [{"request": {"tokens": [9 + row] * 16, "seed": row, **more}, "even": 0} for row in range(2)]
+    expected = alone(models, given)
+    engine = Engine(Residents(models), cache_bytes=5 * 16 * block_of(models))
+    drawn, preempt = list[int](), engine._scheduler.preempt
+
+    def noting(text: Any) -> None:
+        drawn.append(text.drawing.drawn)
+        preempt(text)
+
+    engine._scheduler.preempt = noting  # type: ignore[method-assign]
+    try:
+        assert [answer.told for answer in [submit(engine, each) for each in given]] == expected
+    finally:
+        engine.close()
+    assert max(drawn) > 0
+
+
+def block_of(models: dict[str, Any]) -> int:
+    """Bytes of the keys and values of a position of the widest."""
+    from vblackwell.serve.paged_model import PagedModel
+
+    return max(PagedModel(served).token_bytes for served in Residents(models).models.values())  # type: ignore[arg-type]
+
+
+def test_threads_of_the_cpu_do_not_show():
+    """64 rows of 1,088 numbers are shared out to three threads, and at the ends of shares torch computes otherwise."""
+    threads, model = torch.get_num_threads(), tiny("Llama", intermediate_size=1088)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(200)] for _ in range(4)]
+    given = [{"tokens": prompt, "count": 2, "logprobs": 2, "prompt_logprobs": True} for prompt in prompts]
+    torch.set_num_threads(3)
+    try:
+        small = Engine(Residents({"m": model}), cache_bytes=1 << 20, max_rows=16)
+        expected = [ask(small, **each).told for each in given]
+        small.close()
+        large = Engine(Residents({"m": model}), cache_bytes=1 << 20, max_rows=64)
+        answers = [ask(large, **each) for each in given]
+        found = [answer.told for answer in answers]
+        large.close()
+    finally:
+        torch.set_num_threads(threads)
+    assert found == expected

@@ -1,0 +1,137 @@
+"""Pages: who holds them, what is found in them again, and which goes first."""
+
+import random
+
+import pytest
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.serve import pages as pages_module
+from vblackwell.serve.pages import PagePool
+
+P = 4
+
+
+def _fill(pool: PagePool, tokens: list[int], salt: str = "m") -> list[int]:
+    """A text's pages: those found, and new ones for the rest, told where full."""
+    found = pool.find(tokens, P, salt)
+    for page in found:
+        pool.hold(page)
+    held = list(found)
+    while len(held) * P < len(tokens):
+        page = pool.take()
+        assert page is not None
+        held.append(page)
+    for place in range(len(found), len(tokens) // P):
+        before = held[place - 1] if place else None
+        pool.tell(held[place], before, tuple(tokens[place * P : place * P + P]), salt)
+    return held
+
+
+def test_a_beginning_is_found_again_but_never_the_last_token():
+    pool, tokens = PagePool(8), list(range(8))
+    held = _fill(pool, tokens)
+    assert pool.find(tokens, P, "m") == held[:1]  # 8 tokens: the last one's logits are wanted
+    assert pool.find([*tokens, 9], P, "m") == held
+    assert pool.find([*tokens[:5], 99, 6, 7, 8], P, "m") == held[:1]
+    assert pool.find([99, *tokens], P, "m") == []
+
+
+def test_another_models_pages_are_not_found():
+    pool = PagePool(8)
+    _fill(pool, list(range(9)), "one")
+    assert pool.find(list(range(9)), P, "other") == []
+
+
+def test_a_collision_of_hashes_gives_nothing_of_another_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pages_module, "_key", lambda before, tokens, salt: bytes([len(before) and before[0] + 1]))
+    pool = PagePool(8)
+    held = _fill(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert pool.find([1, 2, 3, 4, 5, 6, 7, 8, 9], P, "m") == held[:2]
+    assert pool.find([9, 9, 9, 9, 5, 6, 7, 8, 9], P, "m") == []
+    assert pool.find([1, 2, 3, 4, 9, 9, 9, 9, 9], P, "m") == held[:1]
+
+
+def test_a_page_after_one_with_other_content_is_not_found():
+    """The second page is still known when the first has been taken for another text that is written into it."""
+    pool = PagePool(2)
+    first, second = _fill(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    pool.give_up([first])  # its text is over, another still holds the second
+    assert pool.take() == first
+    pool.tell(first, None, (9, 9, 9, 9), "m")
+    assert pool.find([9, 9, 9, 9, 5, 6, 7, 8, 0], P, "m") == [first]
+    assert pool.find([1, 2, 3, 4, 5, 6, 7, 8, 0], P, "m") == []
+    pool.tell(first, None, (1, 2, 3, 4), "m")  # known as something else: nothing is noted
+    assert pool.find([1, 2, 3, 4, 5, 6, 7, 8, 0], P, "m") == []
+    assert second not in pool.find([1, 2, 3, 4, 5, 6, 7, 8, 0], P, "m")
+
+
+def test_what_was_given_up_first_goes_first_and_an_end_before_its_beginning():
+    pool = PagePool(4)
+    old, new = _fill(pool, [1] * 9), None
+    pool.give_up(old)
+    assert pool.free == 4 and pool.used == 0
+    new = _fill(pool, [2] * 4)  # takes the blank one
+    assert pool.find([1] * 9, P, "m") == old[:2]
+    taken = [pool.take(), pool.take(), pool.take()]
+    assert taken[1:] == [old[1], old[0]] and taken[0] == old[2] and pool.take() is None
+    assert pool.find([1] * 9, P, "m") == [] and pool.used == 4 and new
+
+
+def test_a_shared_page_stays_until_its_last_holder_is_gone():
+    pool = PagePool(4)
+    one = _fill(pool, list(range(9)))
+    other = _fill(pool, list(range(9)))
+    assert other[:2] == one[:2] and other[2] != one[2]
+    pool.give_up(one)
+    assert pool.used == 3 and pool.free == 1
+    pool.give_up(other)
+    assert pool.used == 0
+
+
+def test_forgotten_pages_are_not_found():
+    pool = PagePool(4)
+    held = _fill(pool, list(range(9)))
+    pool.forget(held)
+    assert pool.find(list(range(9)), P, "m") == []
+    pool.give_up(held)
+    pool.give_up(_fill(pool, list(range(9))))
+    assert len(pool.find(list(range(9)), P, "m")) == 2
+    pool.forget(range(4))
+    assert pool.find(list(range(9)), P, "m") == [] and pool.free == 4
+    assert len({pool.take() for _ in range(4)}) == 4
+
+
+def test_two_texts_that_compute_the_same_keep_one_page():
+    pool = PagePool(4)
+    one, other = pool.take(), pool.take()
+    assert one is not None and other is not None
+    assert pool.tell(one, None, (1, 2, 3, 4), "m") == one
+    assert pool.tell(other, None, (1, 2, 3, 4), "m") == one
+    assert pool.tell(other, None, (1, 2, 3, 4), "n") == other
+
+
+def test_no_memory_for_a_page_is_refused():
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        PagePool(0)
+
+
+def test_random_texts_find_only_what_is_theirs_and_every_page_comes_back():
+    rng, pool = random.Random(7), PagePool(12)
+    wrote: dict[int, tuple[int, ...]] = {}  # what a page holds, by its beginning: the whole text up to its end
+    held: list[list[int]] = []
+    for _ in range(3000):
+        if held and (pool.free < 4 or rng.random() < 0.5):
+            pool.give_up(held.pop(rng.randrange(len(held))))
+            continue
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * P + 1))]
+        for place, page in enumerate(pool.find(tokens, P, "m")):
+            assert wrote[page] == tuple(tokens[: (place + 1) * P])
+        known = len(pool.find(tokens, P, "m"))
+        mine = _fill(pool, tokens)
+        for place in range(known, len(tokens) // P):
+            wrote[mine[place]] = tuple(tokens[: (place + 1) * P])
+        held.append(mine)
+        assert pool.used == len({page for each in held for page in each})
+    for each in held:
+        pool.give_up(each)
+    assert pool.used == 0

@@ -1,0 +1,77 @@
+"""A row's product has the same bits, whatever rows are with it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.packed_linear import pack
+from vblackwell.serve.row_tiles import RowTiles, in_tiles, tile_packed
+
+
+class Adapter(nn.Module):
+    """An adapter around a packed linear, in whose forward torch's functions see the rows at once."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.low = nn.Parameter(torch.randn(48, 4))
+        self.high = nn.Parameter(torch.randn(4, 40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        return y.view(-1, 40).addmm_((x @ self.low).view(-1, 4), self.high).view(y.shape)
+
+
+def packed() -> nn.Module:
+    linear = nn.Linear(48, 40)
+    return FusedFP4Linear.from_packed(pack(linear.weight.detach(), "nvfp4", "weight"), linear.bias)
+
+
+MAKE: dict[str, Any] = {
+    "linear": lambda: nn.Linear(48, 40),
+    "conv1d": lambda: Conv1D(40, 48),
+    "packed": packed,
+    "adapter": lambda: Adapter(packed()),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@torch.no_grad()
+def test_a_row_is_the_same_in_any_company(kind: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(MAKE[kind]())
+    x = torch.randn(1, 37, 48)
+    before = model(x)
+    tile_packed(model)
+    assert torch.equal(model(x), before)  # outside tiles it computes as it did
+    with RowTiles(16):
+        together = model(x)
+        assert torch.allclose(together, before, atol=1e-4)  # fp32 sums of 48 in another order
+        for count in (1, 5, 16, 17, 36):
+            assert torch.equal(model(x[:, :count]), together[:, :count])
+            assert torch.equal(model(x.flip(1)[:, :count]), together.flip(1)[:, :count])
+
+
+def test_every_product_sees_one_number_of_rows():
+    seen = []
+
+    def product(part: Tensor) -> Tensor:
+        seen.append(tuple(part.shape))
+        return F.linear(part, torch.ones(3, 5))
+
+    assert in_tiles(torch.ones(2, 9, 5), product, 8).shape == (2, 9, 3)
+    assert in_tiles(torch.ones(0, 5), product, 8).shape == (0, 3)
+    assert seen == [(8, 5)] * 3 + [(0, 5)]
+
+
+def test_preparing_twice_changes_nothing():
+    model = nn.Sequential(packed())
+    tile_packed(model)
+    kind = type(model[0])
+    tile_packed(model)
+    assert type(model[0]) is kind and isinstance(model[0], FusedFP4Linear)

@@ -1,0 +1,405 @@
+"""The engine: one thread that takes requests in, runs passes of the models that have some, and tells what came of it.
+
+Any thread may submit and cancel; events come from the engine's thread, and what takes long in ``on_event`` holds all
+texts up. A text that cannot go on (logits that are not finite, a grammar that raises, a listener that raises) ends
+alone. Where a pass fails its texts are tried one by one, so that only those fail that fail by themselves.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
+from vblackwell.serve.draw import Drawing, draw, on_device, tell, why_no_token
+from vblackwell.serve.paged_model import PagedModel, Share, block_bytes_of
+from vblackwell.serve.pages import PagePool
+from vblackwell.serve.request import (
+    Busy,
+    Done,
+    EngineClosed,
+    EngineState,
+    Event,
+    ModelState,
+    Request,
+    RequestTooLong,
+    ServingFleet,
+    Token,
+    UnknownModel,
+)
+from vblackwell.serve.row_tiles import products_in_threads
+from vblackwell.serve.scheduler import Pass, Scheduler, Text
+
+_log = logging.getLogger(__name__)
+CACHE_BYTES = 256 << 20  # of keys and values, unless told
+CPU_ROWS, GPU_ROWS = 64, 512  # of a pass: a CPU is slow enough that fewer keep all texts moving
+IDLE_S = 0.5  # between two looks for work that nobody announces
+RETRY_S = (1.0, 60.0)  # least and most that a client is told to wait
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Engine:
+    """Answers requests for the models of ``fleet``; its thread runs until `close`.
+
+    max_waiting: requests that have not begun; more are refused (Busy). max_running: texts of a model in one pass.
+    max_rows: tokens of a pass, by default 64 on a CPU and 512 on a GPU. cache_bytes: for keys and values of all models,
+    by default 256 MiB. turn_s: how long a model goes on while another, which would have to be loaded, waits.
+
+    Raises ConfigurationError where a value is out of range or the bytes hold no page; what ``fleet.reserve`` raises.
+    """
+
+    def __init__(
+        self,
+        fleet: ServingFleet,
+        *,
+        max_waiting: int = 256,
+        max_running: int = 64,
+        max_rows: int | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        turn_s: float = 2.0,
+    ) -> None:
+        for name, value in (("max_waiting", max_waiting), ("max_running", max_running), ("max_rows", max_rows)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} {value}: give at least 1")
+        if turn_s < 0:
+            raise ConfigurationError(f"turn_s {turn_s}: give seconds, 0 or more")
+        self._fleet, self._max_waiting = fleet, max_waiting
+        models = [PagedModel(served) for served in fleet.models.values()]
+        if not models:
+            raise ConfigurationError("an engine without a model: give the fleet at least one")
+        gpu = any(model.served.device.type == "cuda" for model in models)
+        self._memory: Tensor | None = None
+        total = 1
+        if any(model.paged for model in models):
+            block = block_bytes_of(models)
+            total = cache_bytes // block
+            if total < 1:
+                raise ConfigurationError(
+                    f"cache_bytes {cache_bytes}: a page of keys and values takes {block}; give more"
+                )
+            self._memory = fleet.reserve(total * block)
+            for model in models:
+                if model.paged:
+                    model.place(self._memory, block)
+        self._pool = PagePool(total)
+        rows = max_rows or (GPU_ROWS if gpu else CPU_ROWS)
+        self._scheduler = Scheduler(models, self._pool, max_rows=rows, max_running=max_running, turn_s=turn_s)
+        self._change = threading.Condition()
+        self._numbers = itertools.count(1)
+        # Of other threads, under the condition's lock:
+        self._incoming = list[Text]()
+        self._cancelled = set[int]()
+        self._orders = list[tuple[Callable[[], None], Future[None]]]()
+        self._not_begun = set[int]()
+        self._closing_at: float | None = None
+        self._alive = True
+        # Of the engine's thread:
+        self._texts = dict[int, Text]()
+        self._steps = self._tokens = 0
+        self._last_step = self._last_end = time.monotonic()
+        self._interval_s = RETRY_S[0]  # between two ends of texts, lately
+        self._thread = threading.Thread(target=self._run, name="vb serve engine", daemon=True)
+        self._thread.start()
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> int:
+        """The number of a request that is on its way from now on. Raises UnknownModel, RequestTooLong, Busy,
+        EngineClosed, Unsupported for what its model cannot do, ConfigurationError for tokens it does not have."""
+        self._check(request)
+        with self._change:
+            if self._closing_at is not None or not self._alive:
+                raise EngineClosed("the engine is closed and takes no more requests")
+            if len(self._not_begun) >= self._max_waiting:
+                wait_s = min(max(self._interval_s, RETRY_S[0]), RETRY_S[1])
+                raise Busy(
+                    f"{len(self._not_begun)} requests wait, and {self._max_waiting} may: try again in {wait_s:.0f} s",
+                    retry_after_s=wait_s,
+                )
+            number = next(self._numbers)
+            self._not_begun.add(number)
+            self._incoming.append(Text(number, request, on_event, [*request.tokens], Drawing(request)))
+            self._change.notify()
+        return number
+
+    def cancel(self, number: int) -> None:
+        """The request ends with Done("cancelled") after the pass under way, unless it is over; its pages are free
+        then."""
+        with self._change:
+            self._cancelled.add(number)
+            self._change.notify()
+
+    def wake(self, model: str) -> Future[None]:
+        """Bring a model's weights up between two passes. Raises UnknownModel; the rest comes with the result."""
+        served = self._line(model).model.served
+        return self._order(served.wake)
+
+    def sleep(self, model: str) -> Future[None]:
+        """Let a model's weights go. Raises UnknownModel; the result is Busy where it has requests."""
+        line = self._line(model)
+
+        def sleep() -> None:
+            if line.waiting or line.running:
+                count = len(line.waiting) + len(line.running)
+                raise Busy(f"{model} has {count} requests: let them end first", retry_after_s=self._interval_s)
+            line.model.served.sleep()
+
+        return self._order(sleep)
+
+    def state(self) -> EngineState:
+        """How it stands now; numbers of one moment may be a step apart."""
+        models = {}
+        for name, line in self._scheduler.lines.items():
+            with self._change:
+                coming = sum(text.request.model == name for text in self._incoming)
+            counts = len(line.waiting) + coming, len(line.running)
+            models[name] = ModelState(line.model.served.state, *counts, line.model.paged, line.model.reason)
+        age_s = time.monotonic() - self._last_step
+        return EngineState(models, self._pool.used, self._pool.total, self._steps, self._tokens, age_s, self._alive)
+
+    def close(self, grace_s: float = 30.0) -> None:
+        """Take no more requests, let those that came end for so many seconds, cancel the others, and give the pages
+        back. Idempotent."""
+        with self._change:
+            if self._closing_at is None:
+                self._closing_at = time.monotonic() + grace_s
+            self._change.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _order(self, act: Callable[[], None]) -> "Future[None]":
+        future = Future[None]()
+        with self._change:
+            if self._closing_at is not None or not self._alive:
+                raise EngineClosed("the engine is closed")
+            self._orders.append((act, future))
+            self._change.notify()
+        return future
+
+    def _line(self, model: str) -> Any:
+        lines = self._scheduler.lines
+        if model not in lines:
+            raise UnknownModel(f"no model {model!r} is served: choose one of {', '.join(lines)}{nearest(model, lines)}")
+        return lines[model]
+
+    def _check(self, request: Request) -> None:
+        model: PagedModel = self._line(request.model).model
+        vocabulary = _vocabulary(model)
+        for what, tokens in (("tokens", request.tokens), ("logit_bias", request.logit_bias)):
+            if outside := [token for token in tokens if not 0 <= token < vocabulary]:
+                raise ConfigurationError(
+                    f"{what}: {request.model} has no token {outside[0]}: give numbers from 0 to {vocabulary - 1}"
+                )
+        wanted, limit = len(request.tokens) + request.max_new_tokens, model.served.position_limit
+        what = f"{len(request.tokens)} tokens and {request.max_new_tokens} new ones"
+        if limit is not None and 0 < limit < wanted:  # transformers has -1 for none
+            raise RequestTooLong(f"{what}: {request.model} reads {limit}: ask for fewer", wanted=wanted, limit=limit)
+        if not model.paged:
+            if request.prompt_logprobs:
+                raise Unsupported(f"prompt_logprobs: {request.model} reads one text at a time, as {model.reason}")
+            return
+        held = model.positions * self._pool.total
+        if wanted - 1 > held:  # the last token is not read
+            raise RequestTooLong(
+                f"{what}: the pages for keys and values hold {held}: ask for fewer, or give more (cache_bytes)",
+                wanted=wanted,
+                limit=held + 1,
+            )
+
+    # -- the engine's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            device = next(iter(self._scheduler.lines.values())).model.served.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            while self._take_in():
+                found = self._scheduler.next_pass()
+                with self._change:
+                    self._not_begun -= {text.number for text, _ in found.parts} if found else set()
+                if found is not None:
+                    self._step(found)
+                self._last_step = time.monotonic()
+        except BaseException as error:
+            _log.exception("the engine ends")
+            failed = VBError(f"the engine ended: {type(error).__name__}: {error}")
+            self._stop(failed)
+            raise
+        self._stop(None)
+
+    def _stop(self, error: VBError | None) -> None:
+        with self._change:
+            self._alive = False
+            self._texts |= {text.number: text for text in self._incoming}
+            orders, self._incoming, self._orders = self._orders, [], []
+        for text in [*self._texts.values()]:
+            self._tell(text, _done(text, "cancelled" if error is None else "error", error))
+        for _, future in orders:
+            future.set_exception(error or EngineClosed("the engine is closed"))
+        self._texts.clear()
+        if self._memory is not None:
+            self._fleet.release(self._memory)
+            self._memory = None
+
+    def _take_in(self) -> bool:
+        """Note what other threads want, waiting where there is nothing to do; False where all is over."""
+        self._fleet.sleep_idle()
+        with self._change:
+            while not (self._texts or self._incoming or self._orders or self._closing_at is not None):
+                self._cancelled.clear()  # of texts that are over
+                self._change.wait(IDLE_S)
+                self._last_step = time.monotonic()
+                if not (self._incoming or self._orders):
+                    break  # to let idle models sleep, which nobody who submits should wait for
+            incoming, self._incoming = self._incoming, []
+            cancelled, self._cancelled = self._cancelled, set()
+            orders, self._orders = self._orders, []
+            closing = self._closing_at
+        for text in incoming:
+            self._texts[text.number] = text
+            self._scheduler.add(text)
+        for number in cancelled:
+            if number in self._texts:
+                self._end(self._texts[number], "cancelled")
+        for act, future in orders:
+            try:
+                act()
+            except Exception as error:  # it is the caller's
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+        return closing is None or (bool(self._texts) and time.monotonic() < closing)
+
+    def _step(self, found: Pass) -> None:
+        model = found.line.model
+        shares = []
+        for text, count in found.parts:
+            read = text.tokens[text.computed : text.computed + count]
+            wanted = count if text.tells_prompt else int(count == text.left)
+            shares.append(Share(read, text.computed, text.pages, wanted))
+        with products_in_threads() if model.served.device.type == "cpu" else nullcontext():
+            self._run_pass(found, shares)
+
+    def _run_pass(self, found: Pass, shares: Sequence[Share]) -> None:
+        model = found.line.model
+        try:
+            model.served.touch()
+            if model.paged:
+                logits_LV = model.logits(shares)
+            else:
+                text, _ = found.parts[0]
+                if text.step is None:
+                    text.step = model.step_of(len(text.tokens) + text.request.max_new_tokens)
+                logits_LV = text.step(shares[0].tokens)
+        except Exception as error:  # a pass can fail in any way that a device, a disk or foreign code can
+            self._failed(found, error)
+            return
+        drawing = list[tuple[Text, int]]()  # and which row
+        at = 0
+        for (text, count), share in zip(found.parts, shares, strict=True):
+            if text.tells_prompt and share.wanted:
+                self._tell_prompt(text, logits_LV[at : at + share.wanted])
+            at += share.wanted
+            if count == text.left:
+                drawing.append((text, at - 1))
+        self._scheduler.advance(found)
+        self._steps += 1
+        if drawing:
+            self._draw(drawing, logits_LV)
+
+    def _failed(self, found: Pass, error: Exception) -> None:
+        if len(found.parts) > 1:
+            for text, _ in found.parts:
+                text.alone = True
+            return
+        text, _ = found.parts[0]
+        _log.warning("a request to %s failed", found.line.name, exc_info=error)
+        self._fail(text, error)
+
+    def _draw(self, drawing: Sequence[tuple[Text, int]], logits_LV: Tensor) -> None:
+        rows = [row for _, row in drawing]
+        if rows != [*range(len(logits_LV))]:
+            logits_LV = logits_LV[on_device(rows, torch.int64, logits_LV.device)]
+        drawn = draw(logits_LV, [text.drawing for text, _ in drawing])
+        for row, ((text, _), token) in enumerate(zip(drawing, drawn.tokens, strict=True)):
+            if text.number not in self._texts:  # its listener raised
+                continue
+            if row in drawn.errors or token < 0:
+                self._fail(text, drawn.errors.get(row) or why_no_token(logits_LV[row]))
+                continue
+            self._next(text, token, *drawn.told.get(row, (None, ())))
+
+    def _next(self, text: Text, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
+        request = text.request
+        text.tokens.append(token)
+        text.drawing.note(token)
+        self._tokens += 1
+        try:
+            over = request.constraint is not None and request.constraint.accept(token)
+        except Exception as error:  # a grammar is foreign code: it ends its own text and no other
+            self._fail(text, error)
+            return
+        if not self._tell(text, Token(token, logprob, top)):
+            self._end(text, "cancelled")
+        elif over or token in request.end_tokens:
+            self._end(text, "stop")
+        elif text.drawing.drawn >= request.max_new_tokens:
+            self._end(text, "length")
+
+    def _tell_prompt(self, text: Text, logits_LV: Tensor) -> None:
+        """The prompt's tokens that these rows, from the next to be read on, say something of."""
+        prompt = text.request.tokens
+        if not text.told:
+            self._tell_or_note(text, Token(prompt[0], of_prompt=True))
+        first = text.computed + 1  # of which the first row speaks
+        new = prompt[max(first, text.told) : first + len(logits_LV)]
+        begin = max(first, text.told) - first
+        told = tell(logits_LV[begin : begin + len(new)], new, text.request.logprobs or 0) if new else []
+        for token, (own, top) in zip(new, told, strict=True):
+            self._tell_or_note(text, Token(token, own, top, of_prompt=True))
+
+    def _tell_or_note(self, text: Text, token: Token) -> None:
+        text.told += 1
+        if not self._tell(text, token):
+            self.cancel(text.number)
+
+    def _fail(self, text: Text, error: Exception) -> None:
+        self._pool.forget(text.pages)  # nobody else is to find what may be wrong
+        name = type(error).__name__
+        known = error if isinstance(error, VBError) else VBError(f"this request failed: {name}: {error}")
+        self._end(text, "error", known)
+
+    def _end(self, text: Text, reason: Reason, error: VBError | None = None) -> None:
+        self._scheduler.remove(text)
+        del self._texts[text.number]
+        with self._change:
+            self._not_begun.discard(text.number)
+        now = time.monotonic()
+        self._interval_s += 0.2 * (now - self._last_end - self._interval_s)
+        self._last_end = now
+        self._tell(text, _done(text, reason, error))
+
+    def _tell(self, text: Text, event: Event) -> bool:
+        """Whether the listener took it."""
+        try:
+            text.on_event(event)
+        except Exception:  # the listener's own fault, which must not end other texts
+            _log.exception("a listener of request %d raised; the request ends", text.number)
+            return False
+        return True
+
+
+def _done(text: Text, reason: Reason, error: VBError | None) -> Done:
+    return Done(reason, error, len(text.request.tokens), text.cached, text.drawing.drawn)
+
+
+def _vocabulary(model: PagedModel) -> int:
+    config = model.served.module.config
+    return (config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size

@@ -1,0 +1,106 @@
+"""Products of rows with weights in tiles of a fixed number of rows, so that a row's bits do not depend on the others.
+
+A matrix product picks its kernel, and with it the order of its sums, by the number of rows; with one number of rows
+there is one kernel. A tile that is not full is filled up with zeros. Inside `RowTiles`, every linear of torch and of
+transformers does that, those of experts too, and so do packed linears that `tile_packed` has prepared. What else
+a decoder does with a row (norms, activations, rotations) does not see the others. Legend: M rows, K inputs, N outputs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vblackwell.nn.linear.packed_linear import PackedLinear
+
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+_rows: ContextVar[int | None] = ContextVar("rows of a tile", default=None)
+_threads: ContextVar[int] = ContextVar("threads of a product", default=1)
+
+
+def in_tiles(x: Tensor, product: Callable[[Tensor], Tensor], rows: int) -> Tensor:
+    """``product`` of (..., K), computed for so many ``rows`` at a time, (..., N)."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    count = x_MK.shape[0]
+    if missing := -count % rows:
+        x_MK = F.pad(x_MK, (0, 0, 0, missing))
+    threads = _threads.get()
+    if threads > 1:
+        torch.set_num_threads(threads)
+    parts = [product(part) for part in x_MK.split(rows)] if count else [product(x_MK)]
+    if threads > 1:
+        torch.set_num_threads(1)
+    y_MN = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y_MN[:count].reshape(*x.shape[:-1], y_MN.shape[-1])
+
+
+@contextmanager
+def products_in_threads() -> Iterator[None]:
+    """Inside, on the CPU, only products in tiles use torch's threads. Those of another operation share its numbers out
+    by their count, and numbers at the end of a share are not computed as the others are."""
+    threads = torch.get_num_threads()
+    token = _threads.set(threads)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _threads.reset(token)
+
+
+class RowTiles(TorchFunctionMode):
+    """Inside, linears compute in tiles of ``rows``, in this thread."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._size = rows
+
+    def __enter__(self) -> "RowTiles":
+        self._before = _rows.set(self._size)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _rows.reset(self._before)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, *rest = (args[0] if args else kwargs["input"], *args[1:])
+            named = {name: value for name, value in kwargs.items() if name != "input"}
+            return in_tiles(x, lambda part: F.linear(part, *rest, **named), self._size)
+        if func is torch.addmm and len(args) == 3 and args[0].dim() == 1:  # transformers' Conv1D
+            bias, x, weight = args
+            return in_tiles(x, lambda part: torch.addmm(bias, part, weight, **kwargs), self._size)
+        if func in PRODUCTS and len(args) == 2 and args[1].dim() == 2 and not kwargs:  # of adapters
+            return in_tiles(args[0], lambda part: torch.matmul(part, args[1]), self._size)
+        return func(*args, **kwargs)
+
+
+def tile_packed(model: nn.Module) -> None:
+    """Let the packed linears of ``model``, whose kernels are no functions of torch, and adapters around them compute in
+    tiles inside `RowTiles`; elsewhere they compute as before."""
+    for module in model.modules():
+        kind, packed = type(module), (module, getattr(module, "base_layer", None))
+        if any(isinstance(each, PackedLinear) for each in packed) and not hasattr(kind, "computes_in_tiles"):
+            object.__setattr__(module, "__class__", _tiled(kind))
+
+
+def _tiled(kind: type) -> type:
+    if kind not in _made:
+
+        def forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
+            rows = _rows.get()
+            product = lambda part: kind.forward(self, part, *args, **named)  # noqa: E731
+            return product(x) if rows is None else in_tiles(x, product, rows)
+
+        _made[kind] = type(kind.__name__, (kind,), {"forward": forward, "computes_in_tiles": True})
+    return _made[kind]
+
+
+_made: dict[type, type] = {}  # classes with `forward` in tiles

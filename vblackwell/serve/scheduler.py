@@ -1,0 +1,231 @@
+"""Which texts have a share of the next pass, and who gives pages up where there are not enough.
+
+Within a model texts go first come, first served: those that wait for one more token have one row each, the rows left
+read prompts, in chunks, in the order of arrival. Models take turns. A text takes pages as it grows; where none is left
+the youngest text of all gives its pages up, and is computed again when there is room. So the oldest always goes on,
+and every text is once the oldest. New texts start only where the pages of all their tokens are free, and not before an
+older one that waits for pages. Only the engine's thread calls.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from vblackwell.serve.draw import Drawing
+from vblackwell.serve.paged_model import PagedModel
+from vblackwell.serve.pages import PagePool
+from vblackwell.serve.request import Event, Request
+
+PROMPT_ROWS_TOLD = 64  # rows of a pass whose logits are wanted all, (rows, vocabulary) each
+
+
+@dataclass(eq=False)
+class Text:
+    """A request on its way. ``computed`` tokens have their keys and values in ``pages``; what is behind them is still
+    to be read."""
+
+    number: int
+    request: Request
+    on_event: Callable[[Event], None]
+    tokens: list[int]
+    drawing: Drawing
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    cached: int = 0  # tokens found when it first began
+    begun: bool = False
+    told: int = 0  # tokens of the prompt that its events have told
+    known: int = 0  # pages that others may find
+    alone: bool = False  # a pass that it shared failed: it is tried by itself
+    step: Callable[[Sequence[int]], Tensor] | None = None  # of a model whose texts cannot share passes
+
+    def __lt__(self, other: "Text") -> bool:
+        return self.number < other.number
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be read before the next can be drawn."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def tells_prompt(self) -> bool:
+        return self.request.prompt_logprobs and self.told < len(self.request.tokens)
+
+
+@dataclass(eq=False)
+class Line:
+    """A model's texts, both in the order of arrival."""
+
+    model: PagedModel
+    waiting: list[Text] = field(default_factory=list)
+    running: list[Text] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.model.served.name
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Texts of one model and how many tokens each reads."""
+
+    line: Line
+    parts: Sequence[tuple[Text, int]]
+
+
+class Scheduler:
+    """Lines of texts over one pool of pages. ``max_rows`` of a pass; ``max_running`` texts of a model at a time, at
+    most ``max_rows``; a model that is awake keeps its turn for ``turn_s`` seconds while the next one would have to be
+    loaded."""
+
+    def __init__(
+        self,
+        models: Iterable[PagedModel],
+        pool: PagePool,
+        *,
+        max_rows: int,
+        max_running: int,
+        turn_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lines = {model.served.name: Line(model) for model in models}
+        self.pool = pool
+        self._max_rows, self._max_running = max_rows, min(max_running, max_rows)
+        self._turns = list(self.lines.values())  # the model that was served last is the last
+        self._turn_s, self._clock, self._turn_began = turn_s, clock, clock()
+
+    def add(self, text: Text) -> None:
+        insort(self.lines[text.request.model].waiting, text)
+
+    def remove(self, text: Text) -> None:
+        """It is over; its pages are free, and known to others as far as they are whole."""
+        line = self.lines[text.request.model]
+        (line.running if text in line.running else line.waiting).remove(text)
+        self._release(text)
+
+    def preempt(self, text: Text) -> None:
+        """It gives its pages up and waits again."""
+        line = self.lines[text.request.model]
+        line.running.remove(text)
+        self._release(text)
+        insort(line.waiting, text)
+
+    def _release(self, text: Text) -> None:
+        self.pool.give_up(text.pages)
+        text.pages, text.computed, text.known, text.step = [], 0, 0, None
+
+    def next_pass(self) -> Pass | None:
+        """The next pass, its pages taken; None where there is nothing to do."""
+        for line in self._in_turn():
+            parts = self._plan(line) if line.model.paged else self._plan_alone(line)
+            if parts:
+                if line is not self._turns[-1]:
+                    self._turns.remove(line)
+                    self._turns.append(line)
+                    self._turn_began = self._clock()
+                return Pass(line, parts)
+        return None
+
+    def _in_turn(self) -> list[Line]:
+        """Models with texts, the one whose turn it is first."""
+        busy = [line for line in self._turns if line.waiting or line.running]
+        last = self._turns[-1]
+        others_sleep = len(busy) > 1 and last in busy and busy[0].model.served.state != "awake"
+        if others_sleep and self._clock() - self._turn_began < self._turn_s:
+            return [last, *busy[:-1]]
+        return busy
+
+    def _plan(self, line: Line) -> list[tuple[Text, int]]:
+        parts = list[tuple[Text, int]]()
+        alone = next((text for text in line.running if text.alone), None)
+        decoding = sum(text.left == 1 for text in line.running)
+        rows = self._max_rows - decoding  # left for prompts
+        for text in [*line.running] if alone is None else [alone]:
+            if text not in line.running:  # an older one took its pages
+                continue
+            count = 1 if text.left == 1 else min(text.left, rows, *self._rows_told(text))
+            if count < 1 or not self._take_pages(text, text.computed + count):
+                continue
+            rows -= count if text.left > 1 else 0
+            parts.append((text, count))
+        while alone is None and line.waiting and rows > 0 and len(line.running) < self._max_running:
+            text = line.waiting[0]
+            if (text.alone and parts) or not self._begin(line, text):
+                break
+            count = min(text.left, rows, *self._rows_told(text))
+            taken = self._take_pages(text, text.computed + count)
+            assert taken, "a text begins where the pages of all its tokens are free"
+            rows -= count
+            parts.append((text, count))
+            if text.alone:
+                break
+        return parts
+
+    @staticmethod
+    def _rows_told(text: Text) -> tuple[int, ...]:
+        return (PROMPT_ROWS_TOLD,) if text.tells_prompt else ()
+
+    def _plan_alone(self, line: Line) -> list[tuple[Text, int]]:
+        if not line.running and line.waiting:
+            line.running.append(line.waiting.pop(0))
+        return [(text, text.left) for text in line.running]
+
+    def _kept_for_older(self, text: Text) -> int:
+        """Pages of the first that waits for each other model, where it is older and only pages are missing."""
+        heads = [
+            (line.model.positions, line.waiting[0])
+            for line in self.lines.values()
+            if line.model.paged and line.waiting and len(line.running) < self._max_running
+        ]
+        return sum(-(-len(older.tokens) // size) for size, older in heads if older < text)
+
+    def _begin(self, line: Line, text: Text) -> bool:
+        """Whether the first that waits could begin: what is known of its beginning is held then."""
+        pool, size = self.pool, line.model.positions
+        # Of a prompt that is told every row is wanted.
+        found = [] if text.tells_prompt else pool.find(text.tokens, size, line.name)
+        for page in found:
+            pool.hold(page)
+        if -(-len(text.tokens) // size) - len(found) + self._kept_for_older(text) > pool.free:
+            pool.give_up(found)
+            return False
+        text.pages, text.computed, text.known = found, len(found) * size, len(found)
+        if not text.begun:
+            text.begun, text.cached = True, min(text.computed, len(text.request.tokens))
+        line.waiting.pop(0)
+        insort(line.running, text)
+        return True
+
+    def _take_pages(self, text: Text, positions: int) -> bool:
+        """Whether ``text`` has pages for so many positions now. Younger texts give theirs up for it; where all are
+        older it gives up its own."""
+        size = self.lines[text.request.model].model.positions
+        while len(text.pages) * size < positions:
+            page = self.pool.take()
+            if page is not None:
+                text.pages.append(page)
+                continue
+            holders = [each for line in self.lines.values() for each in line.running if each.pages or each is text]
+            youngest = max(holders)
+            self.preempt(youngest)
+            if youngest is text:
+                return False
+        return True
+
+    def advance(self, done: Pass) -> None:
+        """A pass is computed: its tokens are read, and pages that are whole now may be found by others."""
+        size, name = done.line.model.positions, done.line.name
+        for text, count in done.parts:
+            text.computed += count
+            text.alone = False
+            while done.line.model.paged and (text.known + 1) * size <= text.computed:
+                at = text.known
+                page, before = text.pages[at], text.pages[at - 1] if at else None
+                known = self.pool.tell(page, before, tuple(text.tokens[at * size : (at + 1) * size]), name)
+                if known != page:  # of equal bits: one is enough
+                    self.pool.hold(known)
+                    self.pool.give_up([page])
+                    text.pages[at] = known
+                text.known += 1
