@@ -225,10 +225,12 @@ def _calling(where: str) -> Callable[[dict[str, Any]], int]:
 
 def _refuse_out_of_reach(given: dict[str, Any]) -> None:
     """Raises ConfigurationError for a hub id that is neither here nor to be fetched, before torch is imported."""
-    if (model := given.get("model")) is not None and "/" in model:
-        from vblackwell.folders.hub import check_reachable
+    models = [given.get("model"), *(name.partition("=")[2] or name for name in given.get("models", ()))]
+    for model in models:
+        if model is not None and "/" in model:
+            from vblackwell.folders.hub import check_reachable
 
-        check_reachable(model)
+            check_reachable(model)
 
 
 MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
@@ -419,6 +421,37 @@ def _bench_flags(parser: Any) -> None:
     add("--json", type=str, metavar="FILE", help="Write the numbers there as well; - prints only them.")
 
 
+def _serve_flags(parser: Any) -> None:
+    add = parser.add_argument
+    add("models", type=str, nargs="+", metavar="MODEL", help=f"{MODEL} As name=folder under another name.")
+    add("--host", type=str, default="127.0.0.1", help="Address to listen at; another than this machine's needs keys.")
+    add("--port", type=int, default=8000, help="Port to listen at; 0 takes a free one.")
+    add("--api-key-file", type=str, metavar="FILE", help="Keys, one a line, of which requests must have one.")
+    add("--admin-key-file", type=str, metavar="FILE", help="Keys for loading and unloading models.")
+    _memory_of_models(add)
+    add("--pin", type=str, metavar="NAMES", help="Models, joined by commas, that never leave fast memory.")
+    add(
+        "--keep-alive", type=float, metavar="SECONDS", help="After which an unused model sleeps in RAM. Default: never."
+    )
+
+
+def _memory_of_models(add: Callable[..., Any]) -> None:
+    add("--budget", type=str, help="GPU memory for weights and texts of all models, e.g. 12GiB. Default: what is free.")
+    add("--host-memory", type=str, help="RAM for weights; default: 7/8 of what is free.")
+    add("--device", type=str, default="auto", help=DEVICE)
+
+
+def _chat_flags(parser: Any) -> None:
+    add = parser.add_argument
+    add("model", type=str, help=MODEL)
+    add("--system", type=str, help="What the model is told before the conversation.")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time.")
+    add("--top-p", type=float, default=1.0, help="Draw from the fewest tokens of this probability.")
+    add("--max-new-tokens", type=int, help="Tokens of an answer; default: as many as the model reads.")
+    add("--seed", type=int, help="Seed of the draws; default: another each time.")
+    _memory_of_models(add)
+
+
 def _docs_flags(parser: Any) -> None:
     parser.add_argument("topic", type=str, nargs="?", help="Page to print, e.g. guide; without one: a list of them.")
 
@@ -447,6 +480,8 @@ GENERATE_SHOWN = (
     "model", "prompt", "prompts", "max_new_tokens", "temperature", "top_k", "seed", "device", "fast_memory",
     "host_memory", "adapter", "use_fp4", "chat",
 )  # fmt: skip
+SERVE_GROUPS = (("Models", "models"), ("HTTP", "host"), ("Memory", "budget"))
+CHAT_GROUPS = (("Model", "model"), ("Answers", "system"), ("Memory", "budget"))
 ESTIMATE_GROUPS = (
     ("Model and machine", "model"), ("The run", "batch_size"), ("Memory below the GPU", "host_memory"),
     ("Several GPUs", "gpus"), ("The answer", "html"),
@@ -459,6 +494,8 @@ ESTIMATE_SHOWN = (
 DOCTOR = "Look at this machine: what it has, how fast it is, what is missing for what."
 BENCH = "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."
 GENERATE = _calling("vblackwell.generate.command:generate_command")
+SERVE = _calling("vblackwell.serve.command:serve_command")
+CHAT = _calling("vblackwell.serve.chat:chat_command")
 QUANTIZE = _calling("vblackwell.tools.quantize:quantize_command")
 COMMANDS = {
     "train": Command(
@@ -467,6 +504,8 @@ COMMANDS = {
     "generate": Command(
         "Continue a prompt with a trained model.", _generate_flags, GENERATE, GENERATE_GROUPS, GENERATE_SHOWN
     ),
+    "serve": Command("Serve models to OpenAI's clients, and to a page to chat.", _serve_flags, SERVE, SERVE_GROUPS),
+    "chat": Command("Talk with a model in this terminal.", _chat_flags, CHAT, CHAT_GROUPS),
     "doctor": Command(DOCTOR, _doctor_flags, _calling("vblackwell.tools.doctor:doctor")),
     "estimate": Command(
         "Predict the GPU memory that training a model takes, before a run.",

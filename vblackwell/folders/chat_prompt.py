@@ -9,7 +9,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,22 @@ class ChatTemplate:
         return self.write(messages, (f"{self.origin} refuses a user's message", ": leave --chat out"), **options)[0]
 
     def write(
-        self, messages: list[dict[str, str]], refusal: tuple[str, str], *, spans: bool = False, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        refusal: tuple[str, str],
+        *,
+        spans: bool = False,
+        limited: bool = True,
+        **options: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of ``messages``, and with ``spans`` from where to where the template says that the model writes.
-        ``refusal`` is what an error says before and after the reason."""
+        ``refusal`` is what an error says before and after the reason. ``limited``: False where other threads work,
+        which `bounded` would bound too."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         names: dict[str, Any] = self.special | options | {"return_assistant_tokens_mask": spans}
         try:
-            with bounded():
+            with bounded() if limited else nullcontext():
                 (text,), found = render_jinja_template(conversations=[messages], chat_template=self.source, **names)
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text)} characters")

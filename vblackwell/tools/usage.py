@@ -47,7 +47,7 @@ def usage_lines(
 
 def _place(action: argparse.Action) -> str:
     name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return f"[{name}]" if action.nargs == "?" else name
+    return f"[{name}]" if action.nargs == "?" else f"{name} ..." if action.nargs == "+" else name
 
 
 def _entry(action: argparse.Action, default: str | None, columns: int) -> list[str]:

@@ -1,0 +1,116 @@
+"""``vb chat``: a conversation in a terminal, with the engine of ``vb serve`` and without HTTP."""
+
+import json
+import queue
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.serve.http.answer import Answer
+from vblackwell.serve.http.prepare import Preparation
+from vblackwell.serve.http.refusal import Refusal
+from vblackwell.serve.http.running import refused
+from vblackwell.serve.http.wire import read_chat
+from vblackwell.serve.opened import Opened, opened
+from vblackwell.serve.request import Done, Event
+
+HELP = "Enter sends, Ctrl-C stops an answer, /clear begins anew, /quit or Ctrl-D ends."
+
+
+class Conversation:
+    """What was said to ``model`` and by it; ``show`` is given its text as it comes, ``options`` are fields of a chat's
+    body."""
+
+    def __init__(
+        self, ready: Opened, model: str, system: str | None, show: Callable[[str], None], **options: Any
+    ) -> None:
+        self._ready, self._model, self._show, self._options = ready, model, show, options
+        self._prepare = Preparation(ready.fleet, ready.chats)
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list[dict[str, str]](self._first)
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self.messages = list(self._first)
+
+    def say(self, text: str) -> str:
+        """The answer to ``text``, as far as it came where Ctrl-C stopped it. Raises Refusal; nothing was said then."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        body = {"model": self._model, "messages": messages, **self._options}
+        _, (answer,) = self._prepare(read_chat, json.dumps(body).encode())
+        said = self._listen(answer)
+        self.messages = [*messages, {"role": "assistant", "content": said}]
+        return said
+
+    def _listen(self, answer: Answer) -> str:
+        events, parts, stopped = queue.SimpleQueue[Event](), list[str](), False
+        number = self._ready.engine.submit(answer.request, events.put)
+        while answer.done is None:
+            try:
+                event = events.get()
+                if isinstance(event, Done) and event.reason in ("error", "cancelled") and not stopped:
+                    answer.done = event
+                    raise ConfigurationError("the engine is closed") if event.error is None else refused(event.error)
+                piece = answer.end(event) if isinstance(event, Done) else answer.add(event)
+                if piece is not None and piece.text:
+                    parts.append(piece.text)
+                    self._show(piece.text)
+            except KeyboardInterrupt:
+                stopped = True
+                self._ready.engine.cancel(number)
+        return "".join(parts)
+
+
+def chat_command(
+    model: str,
+    budget: str | None = None,
+    host_memory: str | None = None,
+    system: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 1.0,
+    max_new_tokens: int | None = None,
+    seed: int | None = None,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Talks until /quit or the end of standard input; 0. Raises VBError."""
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens, "seed": seed}
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401 - input() then edits lines and has those before
+    with opened([model], budget, host_memory, device) as ready:
+        (name,) = ready.fleet.models
+        if name not in ready.chats:
+            raise ConfigurationError(
+                f"{model} has no chat template: use vb generate, or a model made for conversations"
+            )
+        talk = Conversation(ready, name, system, show, **options)
+        if is_terminal:
+            print(f"{name}. {HELP}", file=sys.stderr)
+        while True:
+            try:
+                text = input("> " if is_terminal else "").strip()
+            except EOFError:
+                break
+            except KeyboardInterrupt:  # a line that was begun
+                print()
+                continue
+            if text == "/quit":
+                break
+            if text == "/clear":
+                talk.clear()
+            elif text == "/help":
+                print(HELP, file=sys.stderr)
+            elif text:
+                try:
+                    talk.say(text)
+                    print()
+                except Refusal as refusal:  # a text that is too long, say: the conversation stays
+                    print(f"vb: {refusal}; /clear begins anew", file=sys.stderr)
+    return 0

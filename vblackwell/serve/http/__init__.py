@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface: bodies to requests of the engine, and its events to bodies."""

@@ -1,0 +1,57 @@
+"""What a client is told instead of an answer, and the fields of a body that are read or refused one by one."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vblackwell.errors import VBError
+
+_WORDS = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Refusal(VBError):
+    """A request that gets an error: HTTP's ``status`` and ``headers``, and as ``body`` OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.status, self.headers = status, dict[str, str]()
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def invalid(param: str | None, needed: str, code: str | None = None) -> Refusal:
+    """For a value of the wrong type or range: what of it is ``needed``."""
+    return Refusal(400, needed if param is None else f"{param}: {needed}", param, code)
+
+
+def unsupported(param: str, said: str) -> Refusal:
+    """For a field or value that asks for what is not here."""
+    return Refusal(422, f"{param}: {said}", param, "unsupported_parameter")
+
+
+def typed(given: Mapping[str, Any], name: str, kind: type, default: Any = None, where: str = "") -> Any:
+    """Field ``name`` of an object that lies at ``where``; raises Refusal where it is none of ``kind``."""
+    value = given.get(name, default)
+    if value is not default and type(value) is not kind:
+        raise invalid(where + name, f"{_WORDS[kind]} is needed")
+    return value
+
+
+def number(
+    given: Mapping[str, Any], name: str, low: float, high: float, default: Any, whole: bool = False, where: str = ""
+) -> Any:
+    """The same for a number from ``low`` to ``high``."""
+    value = given.get(name, default)
+    if value is default:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
+        most = f" to {high:g}" if math.isfinite(high) and high < 1 << 30 else " on"
+        raise invalid(where + name, f"a {'whole ' * whole}number from {low:g}{most} is needed")
+    return value
+
+
+def only(given: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raises Refusal for a field at ``where`` that is not ``known``."""
+    for name in given.keys() - known:
+        raise unsupported(where, f"{name[:100]!r} is not supported there: leave it out")
