@@ -29,14 +29,17 @@ class Screen:
         return "\n".join(self.lines)
 
 
-def typed(words: Sequence[str], folder: Path, environment: Mapping[str, str], columns: int) -> Screen:
-    """Run ``words`` to their end."""
+def typed(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], columns: int, lines: Sequence[str] = ()
+) -> Screen:
+    """Run ``words`` to their end; ``lines`` are typed as soon as it runs."""
     terminal, other = pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     began, parts = time.monotonic(), list[bytes]()
     where = {"stdin": other, "stdout": other, "stderr": other, "cwd": folder, "env": dict(environment)}
     with subprocess.Popen([*words], start_new_session=True, **where) as process:
         os.close(other)
+        os.write(terminal, "".join(f"{line}\n" for line in lines).encode())
         while True:
             try:
                 part = os.read(terminal, 1 << 16)
@@ -47,9 +50,9 @@ def typed(words: Sequence[str], folder: Path, environment: Mapping[str, str], co
             parts.append(part)
         code = process.wait()
     os.close(terminal)
-    lines, redrawn = list[str](), list[str]()
+    kept, redrawn = list[str](), list[str]()
     for line in b"".join(parts).decode("utf-8").replace("\r\n", "\n").split("\n"):
         *over, last = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", each) for each in line.split("\r")]
         redrawn += filter(None, over)
-        lines.append(last or (over[-1] if over else ""))
-    return Screen(lines, redrawn, code, time.monotonic() - began)
+        kept.append(last or (over[-1] if over else ""))
+    return Screen(kept, redrawn, code, time.monotonic() - began)

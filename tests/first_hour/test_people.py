@@ -61,11 +61,11 @@ def on(folder: Path, request: pytest.FixtureRequest) -> Type:
     environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # their memory is the cap, also where the tests run beside a GPU
 
-    def type_it(*words: str, program: tuple[str, ...] = VB) -> Screen:
+    def type_it(*words: str, program: tuple[str, ...] = VB, lines: tuple[str, ...] = ()) -> Screen:
         nonlocal count
         count += 1
         assert count <= 3, "more commands than a newcomer types"
-        screen = typed([*program, *words], folder, environment, request.param)
+        screen = typed([*program, *words], folder, environment, request.param, lines)
         assert screen.code == 0, screen.text
         assert not (found := STRANGE.search(screen.text)), (found, screen.text)
         assert all(len(line) < request.param for line in screen.redrawn), "a line that is written over is one line"
@@ -127,3 +127,16 @@ def test_one_who_writes_with_a_model_larger_than_memory(on: Type):
     assert "8 tokens, the first after" in on("generate", "--model", "my-7b", "--fast-memory", "300KiB", *asked).text
     on("quantize", "--model", "my-7b", "--out", "packed")
     assert "8 tokens, the first after" in on("generate", "--model", "packed", *asked).text
+
+
+@pytest.mark.slow
+def test_one_who_chats_with_a_model_larger_than_memory(on: Type, folder: Path):
+    """Under the same cap: an answer comes, and the conversation ends as it is told."""
+    template = "{% for each in messages %}{{ each.content }}\n{% endfor %}"
+    (folder / "my-7b" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    sizes = ("--budget", "300KiB", "--max-new-tokens", "8", "--seed", "1")
+    screen = on("chat", "my-7b", *sizes, lines=("the rain", "/quit"))
+    shown = screen.text.split("> ")
+    assert "Ctrl-C stops an answer" in shown[0] and len(shown) == 3, screen.text
+    question, answer = shown[1].split("\n", 1)
+    assert question.strip() == "the rain" and answer.strip(), screen.text
