@@ -1,7 +1,7 @@
 """For the engine's tests: tiny models, a fleet that leaves them where they are, and requests with what came of them."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ class Residents:
     def release(self, reserved: Tensor) -> None:
         self.reserved = [each for each in self.reserved if each is not reserved]
 
-    def sleep_idle(self) -> None:
+    def sleep_idle(self, busy: Collection[str]) -> None:
         """They never do."""
 
 

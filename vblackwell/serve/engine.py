@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.serve.draw import Drawing, draw, on_device, tell, why_no_token
+from vblackwell.serve.draw import Drawing, Drawn, draw, on_device, tell, why_no_token
 from vblackwell.serve.paged_model import PagedModel, Share, block_bytes_of
 from vblackwell.serve.pages import PagePool
 from vblackwell.serve.request import (
@@ -105,6 +105,7 @@ class Engine:
         self._steps = self._tokens = 0
         self._last_step = self._last_end = time.monotonic()
         self._interval_s = RETRY_S[0]  # between two ends of texts, lately
+        self._told_of_idle = ""
         self._thread = threading.Thread(target=self._run, name="vb serve engine", daemon=True)
         self._thread.start()
 
@@ -144,11 +145,15 @@ class Engine:
     def sleep(self, model: str) -> Future[None]:
         """Let a model's weights go. Raises UnknownModel; the result is Busy where it has requests."""
         line = self._line(model)
+        weights = getattr(line.model.served, "weights", None)  # which adapters over one base share
+        lines = self._scheduler.lines.values()
+        alike = [each for each in lines if weights and getattr(each.model.served, "weights", None) is weights]
 
         def sleep() -> None:
-            if line.waiting or line.running:
-                count = len(line.waiting) + len(line.running)
-                raise Busy(f"{model} has {count} requests: let them end first", retry_after_s=self._interval_s)
+            for each in alike or [line]:
+                if count := len(each.waiting) + len(each.running):
+                    said = f"{each.name} has {count} requests: let them end first"
+                    raise Busy(said, retry_after_s=self._interval_s)
             line.model.served.sleep()
 
         return self._order(sleep)
@@ -242,7 +247,8 @@ class Engine:
         for text in [*self._texts.values()]:
             self._tell(text, _done(text, "cancelled" if error is None else "error", error))
         for _, future in orders:
-            future.set_exception(error or EngineClosed("the engine is closed"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error or EngineClosed("the engine is closed"))
         self._texts.clear()
         if self._memory is not None:
             self._fleet.release(self._memory)
@@ -250,7 +256,7 @@ class Engine:
 
     def _take_in(self) -> bool:
         """Note what other threads want, waiting where there is nothing to do; False where all is over."""
-        self._fleet.sleep_idle()
+        self._let_idle_sleep()
         with self._change:
             while not (self._texts or self._incoming or self._orders or self._closing_at is not None):
                 self._cancelled.clear()  # of texts that are over
@@ -260,22 +266,47 @@ class Engine:
                     break  # to let idle models sleep, which nobody who submits should wait for
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
-            orders, self._orders = self._orders, []
             closing = self._closing_at
+        if not self._texts:
+            self._last_end = time.monotonic()  # what was idle is no time between two ends
         for text in incoming:
             self._texts[text.number] = text
             self._scheduler.add(text)
         for number in cancelled:
             if number in self._texts:
                 self._end(self._texts[number], "cancelled")
-        for act, future in orders:
+        self._obey()
+        return closing is None or (bool(self._texts) and time.monotonic() < closing)
+
+    def _let_idle_sleep(self) -> None:
+        """Models without texts, that is."""
+        with self._change:
+            busy = {text.request.model for text in self._incoming}
+        busy |= {name for name, line in self._scheduler.lines.items() if line.waiting or line.running}
+        try:
+            self._fleet.sleep_idle(busy)
+        except Exception as error:  # no text is to end for it; said once
+            if str(error) != self._told_of_idle:
+                _log.exception("idle models do not sleep")
+                self._told_of_idle = str(error)
+
+    def _obey(self) -> None:
+        """What `wake` and `sleep` were called for, one after the other."""
+        while True:
+            with self._change:
+                if not self._orders:
+                    return
+                act, future = self._orders.pop(0)
+            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                continue
             try:
                 act()
-            except Exception as error:  # it is the caller's
-                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)  # it is the caller's
+                if not isinstance(error, Exception):
+                    raise
             else:
                 future.set_result(None)
-        return closing is None or (bool(self._texts) and time.monotonic() < closing)
 
     def _step(self, found: Pass) -> None:
         model = found.line.model
@@ -298,21 +329,27 @@ class Engine:
                 if text.step is None:
                     text.step = model.step_of(len(text.tokens) + text.request.max_new_tokens)
                 logits_LV = text.step(shares[0].tokens)
+            drawing = list[Text]()
+            rows, at = list[int](), 0
+            for (text, count), share in zip(found.parts, shares, strict=True):
+                if text.tells_prompt and share.wanted:
+                    self._tell_prompt(text, logits_LV[at : at + share.wanted])
+                at += share.wanted
+                if count == text.left:
+                    drawing.append(text)
+                    rows.append(at - 1)
+            if rows != [*range(len(logits_LV))]:
+                logits_LV = logits_LV[on_device(rows, torch.int64, logits_LV.device)]
+            drawn = draw(logits_LV, [text.drawing for text in drawing]) if drawing else None
+        except torch.AcceleratorError:  # the device is lost, for all texts to come
+            raise
         except Exception as error:  # a pass can fail in any way that a device, a disk or foreign code can
             self._failed(found, error)
             return
-        drawing = list[tuple[Text, int]]()  # and which row
-        at = 0
-        for (text, count), share in zip(found.parts, shares, strict=True):
-            if text.tells_prompt and share.wanted:
-                self._tell_prompt(text, logits_LV[at : at + share.wanted])
-            at += share.wanted
-            if count == text.left:
-                drawing.append((text, at - 1))
         self._scheduler.advance(found)
         self._steps += 1
-        if drawing:
-            self._draw(drawing, logits_LV)
+        if drawn is not None:
+            self._go_on(drawing, drawn, logits_LV)
 
     def _failed(self, found: Pass, error: Exception) -> None:
         if len(found.parts) > 1:
@@ -323,12 +360,8 @@ class Engine:
         _log.warning("a request to %s failed", found.line.name, exc_info=error)
         self._fail(text, error)
 
-    def _draw(self, drawing: Sequence[tuple[Text, int]], logits_LV: Tensor) -> None:
-        rows = [row for _, row in drawing]
-        if rows != [*range(len(logits_LV))]:
-            logits_LV = logits_LV[on_device(rows, torch.int64, logits_LV.device)]
-        drawn = draw(logits_LV, [text.drawing for text, _ in drawing])
-        for row, ((text, _), token) in enumerate(zip(drawing, drawn.tokens, strict=True)):
+    def _go_on(self, drawing: Sequence[Text], drawn: Drawn, logits_LV: Tensor) -> None:
+        for row, (text, token) in enumerate(zip(drawing, drawn.tokens, strict=True)):
             if text.number not in self._texts:  # its listener raised
                 continue
             if row in drawn.errors or token < 0:

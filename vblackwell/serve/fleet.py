@@ -322,15 +322,18 @@ class Fleet:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def sleep_idle(self) -> float | None:
+    def sleep_idle(self, busy: Collection[str] = ()) -> float | None:
         """Let models fall asleep that were not used for ``keep_alive`` seconds, and hand their memory back to other
-        programs. Seconds until the next one may; None where none will, as long as nothing is used."""
+        programs; not those that are ``busy``, by name, since when they are used. Seconds until the next one may; None
+        where none will, as long as nothing is used."""
         if self.keep_alive is None:
             return None
         waits, slept = list[float](), False
         for weights in self._weights:
             if weights.pinned or not weights.loaded_bytes:
                 continue
+            if not set(weights.names).isdisjoint(busy):
+                weights.keep()
             left = self.keep_alive - weights.idle_s
             if left <= 0 and weights.drop():
                 slept = True

@@ -29,13 +29,21 @@ class Opened:
 
 
 def cache_bytes(fleet: Fleet) -> int:
-    """For keys and values: most of what level 0 has next to all weights, and at least a quarter of it. On a CPU, where
-    more would take RAM from others and serve nobody faster, not more than the engine's own default."""
+    """For keys and values: most of what level 0 has next to all weights, if that is a sixteenth of it; else a quarter
+    of it, or as much less as lets the largest model stay whole, which would be streamed for every token. On a CPU,
+    where more would take RAM from others and serve nobody faster, not more than the engine's own default."""
     level = fleet.stack.levels[0]
     on_gpu = fleet.stack.level0_device.type == "cuda"
     size = level.capacity_bytes - (workspace_bytes(level.capacity_bytes) if on_gpu else 0)
-    weights = sum(served.weight_bytes for served in fleet.models.values())
-    wanted = max(size // 4, (size - weights) * 15 // 16)
+    weights = {id(served.weights): served for served in fleet.models.values()}.values()  # adapters share their base's
+    pinned = sum(served.weight_bytes for served in weights if served.pinned)
+    largest = max(served.weight_bytes for served in weights)
+    left = [size - held for held in (sum(served.weight_bytes for served in weights), max(pinned, largest))]
+    wanted = size // 4
+    for place, free in enumerate(left):
+        if free >= size // 16:
+            wanted = free * 15 // 16 if place == 0 else min(wanted, free * 15 // 16)
+            break
     return wanted if on_gpu else min(wanted, CACHE_BYTES)
 
 

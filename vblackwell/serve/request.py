@@ -5,7 +5,7 @@ events: a ``Token`` for each new one, then one ``Done``. Legend: V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -186,6 +186,7 @@ class ServingFleet(Protocol):
         """Give back what `reserve` gave."""
         ...
 
-    def sleep_idle(self) -> object:
-        """Let models sleep that were not used for long; called between passes, and about twice a second."""
+    def sleep_idle(self, busy: Collection[str]) -> object:
+        """Let models sleep that were not used for long, of which none is ``busy``, by name; called between passes, and
+        about twice a second."""
         ...

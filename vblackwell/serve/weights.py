@@ -22,6 +22,7 @@ class Weights:
         self.pinned = engine.budget.pinned = pinned
         self._alignment = engine.stack.levels[0].alignment
         self._is_wanted = False  # since they last slept, or gave something up
+        self._kept_at = 0.0
         engine.bound.want()
 
     @property
@@ -66,8 +67,12 @@ class Weights:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since they were used."""
-        return time.monotonic() - self.engine.budget.last_used
+        """Seconds since a forward began, or `keep` was called."""
+        return time.monotonic() - max(self.engine.budget.last_used, self._kept_at)
+
+    def keep(self) -> None:
+        """They are not idle, although no forward begins: nobody else's turn to give way changes."""
+        self._kept_at = time.monotonic()
 
     def use(self) -> None:
         """They are used now: the last that give way to others."""
