@@ -28,6 +28,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 
 from benchmarks.bench_generate import place_for
@@ -35,22 +36,12 @@ from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child, until_stopped
 from benchmarks.lib.results import RESULTS, append_csv, read_csv, seconds_since_start, tell, told_machine
 from benchmarks.lib.serve import models
-from benchmarks.lib.serve.asking import (
-    GREEDY,
-    Late,
-    Text,
-    answers,
-    decode_rate,
-    step_medians,
-    steps_of,
-    submit,
-    tokens,
-    wait,
-)
+from benchmarks.lib.serve.asking import GREEDY, Late, Text, answers, decode_rate, step_medians, steps_of, submit, tokens
 from benchmarks.lib.serve.peer import continuous_batching
-from benchmarks.lib.serve.policy import Service, percentile, round_s, whole_models_from_disk, zipf_arrivals
+from benchmarks.lib.serve.policy import Service, whole_models_from_disk, zipf_arrivals
 from benchmarks.lib.serve.report import HEAD, Row
 from vblackwell.errors import VBError
+from vblackwell.machine.device import use_expandable_segments
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.fleet import Fleet
 from vblackwell.serve.request import Request
@@ -93,6 +84,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.about, self.rows = args, told_machine(), list[Row]()
+        use_expandable_segments()  # as `vb serve` does, before anything is on the GPU
         self.device, self.dtype = torch.device(args.device), models.DTYPES[args.dtype]
         self.shape, self.chosen = models.SHAPES[args.shape], random.Random(args.seed)
         self.rates = models.rates(self.device)
@@ -102,8 +94,10 @@ class Run:
         if args.nvfp4:
             self.folders["nvfp4"] = folder / "nvfp4"
             quantize_folder(self.folders[args.dtype], self.folders["nvfp4"], device=self.device)
+        self.clear()
         self.loads: dict[str, float] = {}
         self.decoded: dict[str, float] = {}
+        self.runs, self.ours = list[list[Request]](), list[float]()  # of 'throughput'
         self.engine: Engine
         self.fleet: Fleet
 
@@ -112,6 +106,12 @@ class Run:
     @property
     def left_s(self) -> float:
         return self.args.seconds - seconds_since_start()
+
+    def clear(self) -> None:
+        """Give back what nobody holds any more."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def add(self, *rows: Row) -> None:
         self.rows += rows
@@ -167,20 +167,16 @@ class Run:
     @contextmanager
     def serving(self, sources: Sequence[str], places: float, cache: int) -> Iterator[None]:
         """A fleet with level 0 for so many of its models, as large as the first."""
-        sizes = [sum(file.stat().st_size for file in Path(each.partition("=")[2]).glob("*.safetensors"))
-                 for each in sources]  # fmt: skip
-        needed = int(places * sizes[0] * 1.03) + cache
-        host = int(sum(sizes) * 1.03) + (64 << 20)
-        budget = models.budget_for(needed, self.device)
-        with Fleet(sources, budget=budget, host_memory=host, device=self.device) as self.fleet:
+        files = Path(sources[0].partition("=")[2]).glob("*.safetensors")
+        budget = models.budget_for(int(places * sum(file.stat().st_size for file in files) * 1.03) + cache, self.device)
+        with Fleet(sources, budget=budget, device=self.device) as self.fleet:
             self.engine = Engine(self.fleet, cache_bytes=cache, turn_s=TURN_S)
             try:
                 yield
             finally:
                 self.engine.close(grace_s=0)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        del self.engine, self.fleet
+        self.clear()
 
     # -- sections ------------------------------------------------------------------------------------------------------
 
@@ -207,14 +203,14 @@ class Run:
     def decode(self, model: str) -> None:
         embedding = self.shape.vocab_size * self.shape.hidden_size * self.dtype.itemsize
         read = self.fleet.models[model].weight_bytes - embedding
-        new = self.scaled(128, 12)
+        prompt, new = self.scaled(64, 4), self.scaled(128, 12)
         for rows, floor, aim in ((1, 0.75, 0.85), (32, 0.60, 0.75)):
-            asked = [[self.request(model, 64, new) for _ in range(rows)] for _ in range(self.args.repeats + 1)]
+            asked = [[self.request(model, prompt, new) for _ in range(rows)] for _ in range(self.args.repeats + 1)]
             several = iter(asked)
             rate = self.times(lambda: decode_rate(answers(self.engine, next(several), self.left_s)))  # noqa: B023
             goals = (floor, aim) if model == "bf16" else (None, None)
             share, note = read * rate / rows / self.rates["memory"], f"{rate:.1f} tokens/s"
-            what = f"decode of {rows} rows, bytes over memory rate"
+            what = f"decode of {rows} row{'s' * (rows > 1)}, bytes over memory rate"
             self.add(Row("decode", model, what, share, "", *goals, more=True, note=note))
             if rows == 1:
                 self.decoded[model] = rate
@@ -232,19 +228,17 @@ class Run:
         self.add(Row("prefix", model, f"first token, {known} known over not known", hit / missed, "", 0.15, note=note))
 
     def http(self, model: str) -> None:
-        new, rows = self.scaled(128, 12), 32
+        prompt, new, rows = self.scaled(64, 4), self.scaled(128, 12), 32
         self.awake(model)
         with steps_of(self.device) as alone:
             for _ in range(2):
-                answers(self.engine, [self.request(model, 64, new) for _ in range(rows)], self.left_s)
+                answers(self.engine, [self.request(model, prompt, new) for _ in range(rows)], self.left_s)
         step, inside = step_medians(alone, rows)
-        what, note = (
-            f"outside the model, share of a step of {rows}",
-            f"{(step - inside) * 1e3:.2f} of {step * 1e3:.2f} ms",
-        )
+        what = f"outside the model, share of a step of {rows}"
+        note = f"{(step - inside) * 1e3:.2f} of {step * 1e3:.2f} ms"
         self.add(Row("http", model, f"{what}, engine alone", (step - inside) / step, "", 0.05, note=note))
         with steps_of(self.device) as steps:
-            self._over_http([self.request(model, 64, new) for _ in range(rows)])
+            self._over_http([self.request(model, prompt, new) for _ in range(rows)])
         step, _ = step_medians(steps, rows)  # where threads share Python the model's calls take longer as well
         note = f"{(step - inside) * 1e3:.2f} of {step * 1e3:.2f} ms"
         self.add(Row("http", model, f"{what}, HTTP", (step - inside) / step, "", 0.05, note=note))
@@ -279,7 +273,6 @@ class Run:
     def throughput(self, model: str) -> None:
         self.runs = [self.mixed(model, number) for number in range(min(3, self.args.repeats))]
         answers(self.engine, self.mixed(model, -1)[: self.scaled(64)], self.left_s)
-        self.ours = list[float]()
         for run in self.runs:
             began = time.perf_counter()
             answers(self.engine, run, self.left_s)
@@ -290,17 +283,19 @@ class Run:
         ours = median(self.ours)
         what = f"{len(self.runs[0])} mixed texts over transformers'"
         try:
-            theirs = median(continuous_batching(self.folders[model], self.dtype, self.device, self.runs, self.left_s))
+            options = self.folders[model], self.dtype, self.device, self.runs, self.left_s
+            several, attention = continuous_batching(*options)
         except Exception as error:  # whatever it raises: it is not ours
             said = " ".join(f"transformers: {type(error).__name__}: {error}".split())[:300]
             self.add(Row("throughput", model, what, None, note=f"ours {ours:.1f} tokens/s; {said}"))
             return
-        note = f"{ours:.1f} / {theirs:.1f} tokens/s"
+        theirs = median(several)
+        note = f"{ours:.1f} / {theirs:.1f} tokens/s, {attention}"
         self.add(Row("throughput", model, what, ours / theirs, "", 1.5, 3, more=True, note=note))
 
     def arrivals(self, model: str) -> None:
         """The fleet is one of `MODELS` folders, with level 0 for `PLACES`."""
-        all_names, load = [*self.fleet.models], self.times(lambda: self.awake("m0"), 3)
+        load = self.times(lambda: self.awake("m0"), 3)
         size = self.fleet.models["m0"].weight_bytes
         short, long = self.scaled(64, 8), self.scaled(512, 16)
         begins = [self.times(lambda n=n: self.first_s("m0", n), 3) for n in (short, long)]
@@ -309,28 +304,31 @@ class Run:
         service = Service(max(0.0, begins[0] - each * short), each, 1 / decode_rate(several))
         from_disk = size / (self.args.disk * 1e9)
         interval = from_disk if self.args.interval is None else self.args.interval
-        coming = zipf_arrivals(self.scaled(96, 8), MODELS, interval, (short, long), (8, self.scaled(64, 12)), 7)
+        coming = zipf_arrivals(
+            self.scaled(96, 8), MODELS, interval, (short, long), (8, self.scaled(64, 12)), self.args.seed
+        )
         for number in range(PLACES):  # the most popular are there, here and in the simulation
             self.awake(f"m{number}")
         texts, began = list[Text](), time.perf_counter()
         for arrival in coming:
             time.sleep(max(0.0, began + arrival.at_s - time.perf_counter()))
-            asked = self.request(all_names[arrival.model], arrival.prompt, arrival.new)
+            asked = self.request(f"m{arrival.model}", arrival.prompt, arrival.new)
             texts.append(submit(self.engine, asked))
-        longest = round_s(load, TURN_S, max(map(service.whole_s, coming)), MODELS)
-        wait(texts, min(self.left_s, len(coming) * longest))
+        # A load, a turn and the longest answer of every model: whose first token comes later was starved.
+        longest = MODELS * (load + TURN_S + max(map(service.whole_s, coming)))
+        for text in texts:
+            text.ended.wait(max(0.0, min(self.left_s, began + len(coming) * longest - time.perf_counter())))
         lost = sum(not text.is_whole for text in texts)
-        waits = [text.first_s for text in texts if text.times]
-        theirs = whole_models_from_disk(coming, service, PLACES, from_disk, range(PLACES))
-        note = f"{len(coming)} texts of {MODELS} models, {interval:.2f} s apart, {size / 1e9:.2f} GB each"
-        self.add(Row("arrivals", model, "requests lost", lost, "", 0, note=note))
+        waits = [text.first_s if text.times else float("inf") for text in texts]
         late = sum(wait > longest for wait in waits)
-        self.add(Row("arrivals", model, "requests starved", late, "", 0, note=f"first token after {longest:.1f} s"))
+        note = f"{lost} lost, {late} starved ({longest:.0f} s) of {len(coming)}, {interval:.2f} s apart"
+        self.add(Row("arrivals", model, "requests lost or starved", lost + late, "", 0, note=note))
+        theirs = whole_models_from_disk(coming, service, PLACES, from_disk, range(PLACES))
         for share in (0.50, 0.95):
-            own, other = percentile(waits, share), percentile(theirs, share)
-            note = f"{own:.3f} s / {other:.3f} s, a disk of {self.args.disk:g} GB/s"
-            self.add(Row("arrivals", model, f"p{share * 100:.0f} to first token over Ollama's policy", own / other,
-                         note=note))  # fmt: skip
+            own, other = (float(np.quantile(values, share, method="higher")) for values in (waits, theirs))
+            note = f"{own:.3f} s / {other:.3f} s, {size / 1e9:.2f} GB from a disk of {self.args.disk:g} GB/s"
+            what = f"p{share * 100:.0f} to first token over Ollama's policy"
+            self.add(Row("arrivals", model, what, own / other, note=note))
 
 
 def measure(run: Run) -> None:
@@ -342,8 +340,9 @@ def measure(run: Run) -> None:
                 both = section in ("swap", "first", "decode")
                 for model in run.folders if both else [plain]:
                     run.attempt(section, model, getattr(run, section))
-        if "throughput" in sections and hasattr(run, "ours"):
+        if run.ours:
             run.attempt("throughput", plain, run.peer)
+            run.clear()
     if "arrivals" in args.only:
         name, source = [*run.folders.items()][-1]
         copies = [models.same_again(source, source.with_name(f"m{number}")) for number in range(MODELS)]

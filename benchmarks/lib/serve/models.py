@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
@@ -25,15 +26,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:
-    """A text of one to three letters for each token, so that a stream has something to send for it."""
+    """A text for each token, so that a stream has something to send for it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    texts = {letter: place for place, letter in enumerate(letters)}
     plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    for number in range(vocab_size - len(letters)):
-        first, rest = divmod(number, len(plain) ** 2)
-        texts["Ġ" * (first > 0) + plain[first - 1] * (first > 0) + "".join(plain[at] for at in divmod(rest, 52))] = (
-            len(letters) + number
-        )
+    pairs = ["".join(pair) for pair in product(plain, repeat=2)]
+    words = chain(letters, pairs, map("".join, product("Ġ", plain, pairs)))
+    texts = {text: place for place, text in enumerate(islice(words, vocab_size))}
     tokenizer = Tokenizer(models.BPE(texts, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -12,15 +12,17 @@ import torch
 from benchmarks.lib.serve.asking import Late
 from vblackwell.serve.request import Request
 
+CPU_PAGES = 64  # of 256 positions
+
 
 @torch.no_grad()
 def continuous_batching(
     folder: Path, dtype: torch.dtype, device: torch.device, runs: Sequence[Sequence[Request]], seconds: float
-) -> list[float]:
-    """New tokens a second of each run, without opening the model, making its pages and capturing its graphs. Each
-    request has its own length, which `generate_batch` takes one of for all. Raises Late, RuntimeError for a text that
-    is not whole, or whatever transformers raises."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+) -> tuple[list[float], str]:
+    """New tokens a second of each run, and the attention that it ran with; to open the model, make its pages and
+    capture its graphs does not count. Each request has its own length, where `generate_batch` takes one for all. Raises
+    Late, RuntimeError for a text that is not whole, or whatever transformers raises."""
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.continuous_api import WorkloadHints
 
     end = time.perf_counter() + seconds
@@ -29,9 +31,11 @@ def continuous_batching(
     given = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=longest)
     most = max(len(request.tokens) for run in runs for request in run)
     hints = WorkloadHints(max_prompt_length=most, max_generated_length=longest, num_requests=len(runs[0]))
+    # It takes what is free: of a GPU that is ours to give, of RAM it is not.
+    pages = None if device.type == "cuda" else ContinuousBatchingConfig(num_blocks=CPU_PAGES)
     rates = list[float]()
     with model.continuous_batching_context_manager(
-        generation_config=given, block=True, timeout=30, workload_hints=hints
+        generation_config=given, continuous_batching_config=pages, block=True, timeout=30, workload_hints=hints
     ) as manager:
         for number, run in enumerate(runs):
             began, left = time.perf_counter(), {f"{number}-{place}": text for place, text in enumerate(run)}
@@ -49,4 +53,4 @@ def continuous_batching(
                 if result.error is not None or len(result.generated_tokens) != text.max_new_tokens:
                     raise RuntimeError(f"a text of {len(result.generated_tokens)} tokens: {result.error}")
             rates.append(sum(text.max_new_tokens for text in run) / (time.perf_counter() - began))
-    return rates
+    return rates, model.config._attn_implementation

@@ -70,14 +70,3 @@ def whole_models_from_disk(
         free_at[arrival.model] = max(free_at[arrival.model], now + service.whole_s(arrival))
         waits.append(now + service.first_s(arrival) - arrival.at_s)
     return waits
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least of ``values`` that so large a share does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)]
-
-
-def round_s(weight_load_s: float, turn_s: float, longest_s: float, models: int) -> float:
-    """After which a request is starved: a load, a turn and the longest answer of every model."""
-    return models * (weight_load_s + turn_s + longest_s)
