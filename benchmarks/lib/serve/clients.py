@@ -31,8 +31,9 @@ def read(port: int, body: dict[str, Any], seconds: float) -> int:
 def main(argument: str) -> None:
     case = json.loads(argument)
     more = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-    with ThreadPoolExecutor(len(case["bodies"])) as pool:
-        counts = list(pool.map(lambda body: read(case["port"], body | more, case["seconds"]), case["bodies"]))
+    bodies = [{"model": model, "prompt": prompt, "max_tokens": new} | more for model, prompt, new in case["asked"]]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        counts = list(pool.map(lambda body: read(case["port"], body, case["seconds"]), bodies))
     say("read", counts=counts)
 
 
