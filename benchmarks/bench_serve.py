@@ -85,7 +85,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.about, self.rows = args, told_machine(), list[Row]()
         use_expandable_segments()  # as `vb serve` does, before anything is on the GPU
-        self.device, self.dtype = torch.device(args.device), models.DTYPES[args.dtype]
+        self.device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+        self.dtype = models.DTYPES[args.dtype]
         self.shape, self.chosen = models.SHAPES[args.shape], random.Random(args.seed)
         self.rates = models.rates(self.device)
         tell("rates", ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in self.rates.items()))

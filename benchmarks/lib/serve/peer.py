@@ -12,7 +12,7 @@ import torch
 from benchmarks.lib.serve.asking import Late
 from vblackwell.serve.request import Request
 
-CPU_PAGES = 64  # of 256 positions
+CPU_PAGES, CPU_TOKENS = 64, 256  # each of 256 positions; of a pass
 
 
 @torch.no_grad()
@@ -32,7 +32,9 @@ def continuous_batching(
     most = max(len(request.tokens) for run in runs for request in run)
     hints = WorkloadHints(max_prompt_length=most, max_generated_length=longest, num_requests=len(runs[0]))
     # It takes what is free: of a GPU that is ours to give, of RAM it is not.
-    pages = None if device.type == "cuda" else ContinuousBatchingConfig(num_blocks=CPU_PAGES)
+    pages = (
+        None if device.type == "cuda" else ContinuousBatchingConfig(num_blocks=CPU_PAGES, max_batch_tokens=CPU_TOKENS)
+    )
     rates = list[float]()
     with model.continuous_batching_context_manager(
         generation_config=given, continuous_batching_config=pages, block=True, timeout=30, workload_hints=hints
