@@ -72,10 +72,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--csv", type=Path, default=RESULTS / "serve.csv")
     args = parser.parse_args(argv)
-    args.only = args.only or [*SECTIONS[:-1], *(SECTIONS[-1:] if args.arrivals else ())]
+    args.only = args.only or [*SECTIONS[:-1]]
+    args.only += ["arrivals"] * (args.arrivals and "arrivals" not in args.only)
     for name in args.only:
         if name not in SECTIONS:
             parser.error(f"section {name!r} is none of {', '.join(SECTIONS)}")
+    for name, value in (("repeats", args.repeats), ("scale", args.scale)):
+        if value < 1:
+            parser.error(f"--{name} {value}: give at least 1")
     return args
 
 

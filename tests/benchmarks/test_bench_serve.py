@@ -73,8 +73,10 @@ def test_the_command_line():
     assert bench_serve.parse([]).only == list(bench_serve.SECTIONS[:-1])
     assert bench_serve.parse(["--arrivals"]).only == list(bench_serve.SECTIONS)
     assert bench_serve.parse(["--only", "swap"]).only == ["swap"]
-    with pytest.raises(SystemExit):
-        bench_serve.parse(["--only", "swaps"])
+    assert bench_serve.parse(["--only", "swap", "--arrivals"]).only == ["swap", "arrivals"]
+    for wrong in (["--only", "swaps"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            bench_serve.parse(wrong)
 
 
 def test_whole_models_from_a_disk_wait_for_each_other():

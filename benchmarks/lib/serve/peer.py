@@ -32,9 +32,8 @@ def continuous_batching(
     most = max(len(request.tokens) for run in runs for request in run)
     hints = WorkloadHints(max_prompt_length=most, max_generated_length=longest, num_requests=len(runs[0]))
     # It takes what is free: of a GPU that is ours to give, of RAM it is not.
-    pages = (
-        None if device.type == "cuda" else ContinuousBatchingConfig(num_blocks=CPU_PAGES, max_batch_tokens=CPU_TOKENS)
-    )
+    sizes = {} if device.type == "cuda" else {"num_blocks": CPU_PAGES, "max_batch_tokens": CPU_TOKENS}
+    pages = ContinuousBatchingConfig(**sizes)
     rates = list[float]()
     with model.continuous_batching_context_manager(
         generation_config=given, continuous_batching_config=pages, block=True, timeout=30, workload_hints=hints
