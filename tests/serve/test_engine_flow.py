@@ -10,6 +10,7 @@ import torch
 from tests.serve.models import GREEDY, VOCABULARY, Answer, Residents, ask, tiny
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, VBError
 from vblackwell.generate.sampling import Sampling
+from vblackwell.serve import engine as engine_module
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.request import Busy, Done, EngineClosed, Request, RequestTooLong, Token, UnknownModel
 
@@ -376,6 +377,97 @@ def test_closing_at_once_cancels(llama: Any):
     answers = [ask(engine, PROMPT, 150) for _ in range(3)]
     engine.close(grace_s=0)
     assert {answer.done.reason for answer in answers} == {"cancelled"}
+
+
+def once(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, error: Exception) -> None:
+    """``where.name`` raises the first time that it is called, and then does what it did."""
+    before, left = getattr(where, name), [error]
+
+    def fails(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return before(*args)
+
+    monkeypatch.setattr(where, name, fails)
+
+
+@pytest.mark.parametrize(("name", "more"), [("draw", {}), ("tell", {"prompt_logprobs": True, "logprobs": 1})])
+def test_memory_that_is_lacking_after_a_pass_ends_no_other_text(
+    name: str, more: dict[str, Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Texts that shared the pass are tried alone and get what they get anyway; one by itself ends by it."""
+    prompts = [PROMPT[:8], PROMPT[3:20]]
+    expected = [ask(engine, prompt, 6, **more).told for prompt in prompts]
+    held = threading.Event()
+    engine.submit(Request("m", (5,), 1, GREEDY), lambda event: isinstance(event, Done) or held.wait(30) or None)
+    eventually(lambda: engine.state().models["m"].running)
+    once(monkeypatch, engine_module, name, torch.OutOfMemoryError("no room for (L, V)"))
+    answers = [ask(engine, prompt, 6, **more) for prompt in prompts]
+    held.set()
+    assert [answer.told for answer in answers] == expected
+    once(monkeypatch, engine_module, name, torch.OutOfMemoryError("no room for (L, V)"))
+    failed = ask(engine, PROMPT[:5], 4, **more).done
+    assert failed.reason == "error" and "no room for" in str(failed.error)
+    assert engine.state().alive and engine.state().pages_used == 0
+    assert ask(engine, PROMPT[:8], 6, **more).told == expected[0]
+
+
+def test_a_lost_device_ends_the_engine_so_that_health_tells(llama: Any, monkeypatch: pytest.MonkeyPatch):
+    made = Engine(Residents({"m": llama}), cache_bytes=1 << 20)
+    once(monkeypatch, engine_module, "draw", torch.AcceleratorError("CUDA error: an illegal memory access"))
+    ended = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", ended.append)  # its thread ends by the error
+    done = ask(made, PROMPT, 4).done
+    made.close()
+    assert done.reason == "error" and "illegal memory access" in str(done.error) and not made.state().alive
+    assert [each.exc_type for each in ended] == [torch.AcceleratorError]
+
+
+def test_an_order_that_nobody_waits_for_any_more_ends_nothing(llama: Any):
+    fleet = Residents({"m": llama})
+    made = Engine(fleet, cache_bytes=1 << 20)
+    try:
+        held, begun = threading.Event(), threading.Event()
+
+        def listen(event: Any) -> None:
+            begun.set()
+            held.wait(30)
+
+        made.submit(Request("m", (5, 6), 2, GREEDY), listen)
+        assert begun.wait(30)
+        dropped, kept = made.wake("m"), made.wake("m")
+        assert dropped.cancel()
+        held.set()
+        assert kept.result(30) is None and made.state().alive
+    finally:
+        made.close()
+
+
+def test_models_with_texts_are_told_to_the_fleet_whose_errors_end_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch):
+    fleet, seen = Residents({"m": llama, "other": llama}), list[set[str]]()
+
+    def sleep_idle(busy: Any) -> None:
+        seen.append(set(busy))
+        raise OSError("no such device")
+
+    monkeypatch.setattr(fleet, "sleep_idle", sleep_idle)
+    made = Engine(fleet, cache_bytes=1 << 20)
+    try:
+        assert len(ask(made, PROMPT, 4).tokens) == 4 and made.state().alive
+        assert {"m"} in seen and not any("other" in busy for busy in seen)
+    finally:
+        made.close()
+
+
+def test_time_without_requests_does_not_count_for_when_to_try_again(llama: Any, monkeypatch: pytest.MonkeyPatch):
+    made = Engine(Residents({"m": llama}), cache_bytes=1 << 20)
+    try:
+        assert ask(made, PROMPT, 2).tokens
+        made._last_end -= 3600
+        assert ask(made, PROMPT, 2).tokens
+        assert made._interval_s < 60
+    finally:
+        made.close()
 
 
 def test_a_model_is_as_it_was_after_a_pass(llama: Any, engine: Engine):

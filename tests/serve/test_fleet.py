@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.nn.convert.lora import Lora
+from vblackwell.serve import opened
 from vblackwell.serve.fleet import Fleet
 from vblackwell.tools.quantize import quantize_folder
 
@@ -430,3 +432,28 @@ def test_modules_without_a_budget_stay_where_they_are(expected):
         assert fleet.sleep_idle() is None
     with pytest.raises(ConfigurationError, match="give budget="):
         Fleet.of_modules({"m": model}, pin=["m"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pinned", "expected"),
+    [
+        ([50], (), 46), ([90], (), 9), ([97], (), 25), ([60, 60], (), 25), ([80, 60], (), 18), ([85, 60], (85,), 14),
+        ([30, 30], (), 37),
+    ],
+)  # fmt: skip
+def test_pages_leave_room_for_weights_that_fit(sizes: list[int], pinned: tuple[int, ...], expected: int):
+    """In hundredths of level 0: what weights do not take, and a quarter only where it costs no model its place."""
+    level = SimpleNamespace(capacity_bytes=100 << 20)
+    served = [SimpleNamespace(weights=object(), weight_bytes=size << 20, pinned=size in pinned) for size in sizes]
+    stack = SimpleNamespace(levels=[level], level0_device=torch.device("cpu"))
+    fleet = SimpleNamespace(stack=stack, models={str(number): each for number, each in enumerate(served)})
+    assert opened.cache_bytes(fleet) >> 20 == expected  # type: ignore[arg-type]
+
+
+def test_a_model_with_texts_does_not_fall_asleep(folders):
+    with fleet_of(folders, KINDS[:2], keep_alive=0.0) as fleet:
+        for served in fleet.models.values():
+            served.touch()
+            logits(served.module)
+        fleet.sleep_idle({KINDS[0]})
+        assert [fleet.models[kind].level0_bytes > 0 for kind in KINDS[:2]] == [True, False]

@@ -334,6 +334,8 @@ class Fleet:
                 continue
             if not set(weights.names).isdisjoint(busy):
                 weights.keep()
+                waits.append(self.keep_alive)
+                continue
             left = self.keep_alive - weights.idle_s
             if left <= 0 and weights.drop():
                 slept = True
