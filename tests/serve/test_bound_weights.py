@@ -13,6 +13,17 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, r
 from vblackwell.offload.engine import Offload
 
 
+class Scaled(nn.Linear):
+    """A linear layer and a norm, of whose weight autograd saves the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.norm = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(super().forward(x), (16,), self.norm)
+
+
 class Net(nn.Module):
     """Sites at the root's children (``first``, ``head``) and below (``body.layers``)."""
 
@@ -21,7 +32,7 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.first = nn.Linear(16, 16)
         self.body = nn.Module()
-        self.body.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.body.layers = nn.ModuleList(Scaled() for _ in range(4))
         self.head = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +44,7 @@ class Net(nn.Module):
 
 X = torch.linspace(-1, 1, 32).view(2, 16)
 BYTES = sum(param.nbytes for param in Net(0).parameters())
-HELD = 6 * 1536  # of its six groups, as level 0 counts them: in multiples of 512
+HELD = 2 * 1536 + 4 * 2048  # of its six groups, as level 0 counts them: each parameter in multiples of 512
 
 
 def streamed(stack, seed: int, name: str = "net") -> tuple[Net, Offload]:
@@ -127,14 +138,88 @@ def test_a_forward_that_raised_is_not_inside(make_stack: MakeStack, error: type[
     assert torch.equal(model(X), Net(1)(X))
 
 
-def test_gradients_of_inputs_come_through_a_model_that_was_bound(make_stack: MakeStack):
+def expected_gradient() -> torch.Tensor | None:
+    x = X.clone().requires_grad_()
+    Net(1)(x).sum().backward()
+    return x.grad
+
+
+def test_a_backward_reads_the_weights_of_a_model_that_was_bound_and_dropped(make_stack: MakeStack):
     model, engine = streamed(make_stack(1 << 20), 1)
     with torch.no_grad():
         model(X), model(X)
-    found, expected = X.clone().requires_grad_(), X.clone().requires_grad_()
-    model(found).sum().backward()
-    Net(1)(expected).sum().backward()
-    assert torch.equal(found.grad, expected.grad)
+    x = X.clone().requires_grad_()
+    out = model(x).sum()
+    assert not engine.bound
+    assert engine.bound.drop_all()
+    out.backward()
+    assert torch.equal(x.grad, expected_gradient())
+    with torch.no_grad():
+        assert torch.equal(model(X), Net(1)(X)) and torch.equal(model(X), Net(1)(X)) and engine.bound
+
+
+def test_a_transform_reads_the_weights_of_a_model_that_was_bound_and_dropped(make_stack: MakeStack):
+    model, engine = streamed(make_stack(1 << 20), 1)
+    with torch.no_grad():
+        model(X), model(X)
+        out, pull = torch.func.vjp(model, X)
+    assert engine.bound.drop_all()
+    assert torch.equal(pull(torch.ones_like(out))[0], expected_gradient())
+
+
+def test_a_backward_reads_the_weights_that_another_thread_held(make_stack: MakeStack):
+    """The forward that computes gradients begins while one without is inside a bound model."""
+    model, engine = streamed(make_stack(1 << 20), 1)
+    with torch.no_grad():
+        model(X), model(X)
+    main, inside, go_on, got = threading.current_thread(), threading.Event(), threading.Event(), list[torch.Tensor]()
+
+    def stop(*_: object) -> None:
+        if threading.current_thread() is not main:
+            inside.set()
+            assert go_on.wait(10)
+
+    model.body.layers[1].register_forward_pre_hook(stop)
+
+    def run() -> None:
+        with torch.no_grad():
+            got.append(model(X))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert inside.wait(10) and engine.bound
+    x = X.clone().requires_grad_()
+    out = model(x).sum()
+    go_on.set()
+    thread.join()
+    assert torch.equal(got[0], Net(1)(X))
+    assert engine.bound.drop_all()
+    out.backward()
+    assert torch.equal(x.grad, expected_gradient())
+    with torch.no_grad():
+        assert torch.equal(model(X), Net(1)(X)) and torch.equal(model(X), Net(1)(X)) and engine.bound
+
+
+def test_a_child_that_computes_gradients_in_a_forward_without(make_stack: MakeStack):
+    model = nn.Sequential(Net(1), nn.Linear(16, 16)).requires_grad_(False)
+    enable_vgpu_stack_optimization(model, make_stack(1 << 20), "net", placement="streamed")
+    engine = offload_of(model)
+    assert isinstance(engine, Offload)
+    engine.bound.want()
+    x, kept = X.clone().requires_grad_(), list[torch.Tensor]()
+
+    def refine(module: nn.Module, args: object, out: torch.Tensor) -> None:
+        with torch.enable_grad():
+            kept.append(model[0](x).sum())
+
+    with torch.no_grad():
+        model(X), model(X)
+        assert engine.bound
+        model[1].register_forward_hook(refine)
+        model(X)
+    assert engine.bound.drop_all()
+    kept[0].backward()
+    assert torch.equal(x.grad, expected_gradient())
 
 
 @torch.no_grad()

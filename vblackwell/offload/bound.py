@@ -54,7 +54,8 @@ class SiteHooks:
             self._handles.pop().remove()
 
     def restore(self) -> None:
-        """End of `remove`."""
+        """End of `remove`, or of one that was interrupted."""
+        self.remove()
         sites, self._sites = self._sites, []
         for site in sites:
             self.add(site)
@@ -67,12 +68,14 @@ class BoundWeights:
         self._engine = engine
         self.wanted = False
         self._callers = 0  # of forwards that are inside, of all threads
+        self._plain = False  # whether no hook of a site is called
         self._taken: list[Slot] = []
         self._groups: list[Group] = []
 
     def __bool__(self) -> bool:
-        """Whether the groups are bound now; they stay so while a caller is counted."""
-        return bool(self._groups)
+        """Whether modules run without hooks now. What is bound stays on level 0 while a caller is counted, but hooks
+        come back where one of them computes gradients."""
+        return self._plain
 
     def want(self) -> None:
         """From now on bind a model that nothing trains at a forward that finds all groups loaded; its children count
@@ -85,9 +88,17 @@ class BoundWeights:
             keep(child.register_forward_hook(leave, always_call=True))
 
     def enter(self) -> None:
-        """A forward begins: what is bound stays so until `leave`; what is not is bound if it can be."""
+        """A forward begins: what is bound stays on level 0 until `leave`; what is not is bound if it can be.
+
+        Autograd and transforms save the parameter itself, whose bytes may leave before a backward reads them: for those
+        the hooks come back, which save references, at once, for forwards of other threads that are inside, too.
+        """
         with self._engine.lock:
-            if not self._groups and not self._callers:
+            if torch.is_grad_enabled() or is_transformed():
+                if not self.release():
+                    self._restore_hooks()
+            elif not self._plain and not self._callers:
+                self.release()
                 self._bind()
             self._callers += 1
             self._engine.entered.counted += 1
@@ -111,8 +122,8 @@ class BoundWeights:
 
     def _bind(self) -> None:
         engine, weights = self._engine, self._engine.weights
-        if torch.is_grad_enabled() or is_transformed() or not weights.have_arrived():
-            return  # those keep what they are given; and the first layers need not wait for the last
+        if not weights.have_arrived():
+            return  # the first layers need not wait for the last
         if any(map(weights.is_pinned, engine.groups)):
             return
         for group in engine.groups:
@@ -120,14 +131,20 @@ class BoundWeights:
         engine.used.begin(((group, group.slots) for group in engine.groups), weights.pin, self._taken, self._groups)
         for slot in self._taken:
             slot.param.__class__ = slot.plain_class
+        self._plain = True
         engine.site_hooks.remove()
+
+    def _restore_hooks(self) -> None:
+        if self._plain:
+            self._engine.site_hooks.restore()
+            self._plain = False
 
     def release(self) -> bool:
         """Let the groups be dropped again; False where nothing is bound, or somebody is inside."""
         with self._engine.lock:
             if self._callers or not self._groups:
                 return False
-            self._engine.site_hooks.restore()
+            self._restore_hooks()
             taken, groups, self._taken, self._groups = self._taken, self._groups, [], []
             self._engine.used.end(taken, groups)
             self._engine.weights.end_pass()
