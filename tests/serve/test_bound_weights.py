@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tests.offload.conftest import MakeStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
@@ -136,6 +137,33 @@ def test_a_forward_that_raised_is_not_inside(make_stack: MakeStack, error: type[
     handle.remove()
     assert engine.bound.drop_all()
     assert torch.equal(model(X), Net(1)(X))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["pinning", "removing hooks"])
+def test_an_interrupt_while_binding_leaves_nothing_bound(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    model, engine = streamed(make_stack(1 << 20), 1)
+    model(X)
+    assert engine.weights.have_arrived()
+    left, (owner, name) = [2], (engine.used, "_pin") if where == "pinning" else (RemovableHandle, "remove")
+    made = getattr(owner, name)
+
+    def interrupted(*args: object) -> object:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return made(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        model(X)
+    assert not engine.bound and not any(map(engine.weights.is_pinned, engine.groups))
+    assert all(hooks_of(layer) == 2 for layer in model.body.layers)
+    assert all(type(param) is not nn.Parameter for param in model.parameters())
+    assert torch.equal(model(X), Net(1)(X)) and engine.bound
+    assert engine.bound.drop_all() and engine.weights.loaded_bytes == 0
 
 
 def expected_gradient() -> torch.Tensor | None:

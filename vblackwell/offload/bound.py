@@ -51,7 +51,8 @@ class SiteHooks:
     def remove(self) -> None:
         """Call none of them, but those for good."""
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()  # first: an interrupt between the two must not leave one
+            self._handles.pop()
 
     def restore(self) -> None:
         """End of `remove`, or of one that was interrupted."""
@@ -128,11 +129,20 @@ class BoundWeights:
             return
         for group in engine.groups:
             weights.arrive(group)
-        engine.used.begin(((group, group.slots) for group in engine.groups), weights.pin, self._taken, self._groups)
-        for slot in self._taken:
-            slot.param.__class__ = slot.plain_class
-        self._plain = True
-        engine.site_hooks.remove()
+        try:
+            engine.used.begin(((group, group.slots) for group in engine.groups), weights.pin, self._taken, self._groups)
+            for slot in self._taken:
+                slot.param.__class__ = slot.plain_class
+            self._plain = True
+            engine.site_hooks.remove()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self._restore_hooks()
+        taken, groups, self._taken, self._groups = self._taken, self._groups, [], []
+        self._engine.used.end(taken, groups)
 
     def _restore_hooks(self) -> None:
         if self._plain:
@@ -144,9 +154,7 @@ class BoundWeights:
         with self._engine.lock:
             if self._callers or not self._groups:
                 return False
-            self._restore_hooks()
-            taken, groups, self._taken, self._groups = self._taken, self._groups, [], []
-            self._engine.used.end(taken, groups)
+            self._end()
             self._engine.weights.end_pass()
             return True
 
