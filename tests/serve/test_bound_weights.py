@@ -101,6 +101,17 @@ def test_the_longest_unused_model_gives_way_and_a_pinned_one_never(make_stack: M
     assert made[1][1].bound and made[2][1].weights.loaded_bytes < BYTES
 
 
+@torch.no_grad()
+def test_a_model_of_which_a_child_alone_is_called_is_not_the_longest_unused(make_stack: MakeStack):
+    stack = make_stack(int(2.2 * HELD))
+    made = [streamed(stack, seed, f"net-{seed}") for seed in range(3)]
+    for model, _ in made[:2]:
+        model(X), model(X)
+    made[0][0].head(X)
+    made[2][0](X)
+    assert made[0][1].bound and not made[1][1].bound
+
+
 def test_what_a_forward_uses_does_not_leave(make_stack: MakeStack):
     model, engine = streamed(make_stack(1 << 20), 1)
     with torch.no_grad():

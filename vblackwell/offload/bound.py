@@ -10,6 +10,7 @@ bound groups are no hits of the stack.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -116,6 +117,7 @@ class BoundWeights:
             self.leave()
 
     def _count(self, *_: object) -> None:
+        self._engine.budget.last_used = time.monotonic()
         self.enter()
 
     def _uncount(self, *_: object) -> None:
