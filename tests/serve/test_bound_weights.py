@@ -112,6 +112,16 @@ def test_a_model_of_which_a_child_alone_is_called_is_not_the_longest_unused(make
     assert made[0][1].bound and not made[1][1].bound
 
 
+@torch.no_grad()
+def test_a_pinned_model_stays_while_another_is_placed(make_stack: MakeStack):
+    stack = make_stack(1 << 20)
+    (one, first), (two, second) = streamed(stack, 1, "one"), streamed(stack, 2, "two")
+    one(X), one(X), two(X), two(X)
+    first.budget.pinned = True
+    streamed(stack, 3, "three")
+    assert first.bound and not second.bound and second.weights.loaded_bytes == 0
+
+
 def test_what_a_forward_uses_does_not_leave(make_stack: MakeStack):
     model, engine = streamed(make_stack(1 << 20), 1)
     with torch.no_grad():

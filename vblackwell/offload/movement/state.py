@@ -536,10 +536,10 @@ class Level0Budget:
 
     @classmethod
     def drop_idle(cls, stack: VGPUStack) -> None:
-        """Let the models that stream through ``stack`` give up what they keep for speed, on level 0 and in RAM."""
+        """Let the models of ``stack`` that are not pinned give up what they keep for speed, on level 0 and in RAM."""
         lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
         with lock:
-            for budget in list(budgets):
+            for budget in [each for each in budgets if not each.pinned]:
                 free_until(lambda: False, budget.end_update, budget.drop_weights, budget.free_spare)
 
     def reserve(
