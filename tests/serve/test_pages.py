@@ -51,6 +51,16 @@ def test_a_collision_of_hashes_gives_nothing_of_another_text(monkeypatch: pytest
     assert pool.find([1, 2, 3, 4, 9, 9, 9, 9, 9], P, "m") == held[:1]
 
 
+def test_a_collision_of_hashes_gives_nothing_of_another_model(monkeypatch: pytest.MonkeyPatch):
+    made = pages_module._key
+    monkeypatch.setattr(pages_module, "_key", lambda before, tokens, salt: made(before, tokens, ""))
+    pool, tokens = PagePool(8), [1, 2, 3, 4, 9]
+    held = _fill(pool, tokens, "one")
+    assert pool.find(tokens, P, "other") == []
+    assert _fill(pool, tokens, "other")[0] != held[0]
+    assert pool.find(tokens, P, "one") == held[:1] and pool.find(tokens, P, "other") == []
+
+
 def test_a_page_after_one_with_other_content_is_not_found():
     """The second page is still known when the first has been taken for another text that is written into it."""
     pool = PagePool(2)
@@ -101,6 +111,20 @@ def test_forgotten_pages_are_not_found():
     assert len({pool.take() for _ in range(4)}) == 4
 
 
+def test_what_followed_a_forgotten_page_is_found_again_once_it_is_computed_again():
+    pool, tokens = PagePool(8), list(range(13))
+    old = _fill(pool, tokens)
+    pool.forget(old[:1])
+    assert pool.find(tokens, P, "m") == []
+    pool.give_up(old)
+    new = _fill(pool, tokens)
+    assert pool.find(tokens, P, "m") == new[:3]
+    pool.give_up(new)
+    assert pool.used == 0 and pool.find(tokens, P, "m") == new[:3]
+    assert len({pool.take() for _ in range(5)}) == 5  # what is never found goes before what is
+    assert pool.find(tokens, P, "m") == new[:3]
+
+
 def test_two_texts_that_compute_the_same_keep_one_page():
     pool = PagePool(4)
     one, other = pool.take(), pool.take()
@@ -123,6 +147,8 @@ def test_random_texts_find_only_what_is_theirs_and_every_page_comes_back():
         if held and (pool.free < 4 or rng.random() < 0.5):
             pool.give_up(held.pop(rng.randrange(len(held))))
             continue
+        if rng.random() < 0.1:
+            pool.forget(rng.sample(range(12), 3))
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * P + 1))]
         for place, page in enumerate(pool.find(tokens, P, "m")):
             assert wrote[page] == tuple(tokens[: (place + 1) * P])

@@ -22,12 +22,17 @@ from vblackwell.errors import ConfigurationError
 @dataclass
 class _Known:
     """What a full page holds: ``serial`` is of this content and of no other, ``before`` the serial of the page that
-    it follows (0: none)."""
+    it follows (0: none), ``salt`` the model's."""
 
     key: bytes
     tokens: tuple[int, ...]
+    salt: str
     before: int
     serial: int
+
+    def holds(self, tokens: tuple[int, ...], before: int, salt: str) -> bool:
+        """Whether it is these, after that, of that model: equal hashes do not say so."""
+        return self.tokens == tokens and self.before == before and self.salt == salt
 
 
 class PagePool:
@@ -43,6 +48,7 @@ class PagePool:
         self._known: dict[int, _Known] = {}
         self._page_of: dict[bytes, int] = {}
         self._serials = 0
+        self._live = {0}  # serials of known pages, and of no page
 
     @property
     def free(self) -> int:
@@ -90,11 +96,16 @@ class PagePool:
         known = self._known.pop(page, None)
         if known is not None:
             del self._page_of[known.key]
+            self._live.remove(known.serial)
+        if page in self._idle:
+            del self._idle[page]
+            self._blank.append(page)
 
     def tell(self, page: int, before: int | None, tokens: tuple[int, ...], salt: str) -> int:
         """``page`` holds the keys and values of ``tokens`` after the page ``before``; ``salt`` names the model. Gives
         the page that is known for that from now on: another, not yet held for the caller, where two texts computed the
-        same at a time. Where the page before is not known any more nothing is noted."""
+        same at a time. Where the page before is not known any more nothing is noted; a page that followed one which is
+        not known any more, and so is never found, gives way."""
         earlier = None if before is None else self._known.get(before)
         if page in self._known or (before is not None and earlier is None):
             return page
@@ -102,10 +113,13 @@ class PagePool:
         other = self._page_of.get(key)
         if other is not None:
             known = self._known[other]
-            return other if known.tokens == tokens and known.before == serial else page
+            if known.before in self._live:
+                return other if known.holds(tokens, serial, salt) else page
+            self._forget(other)
         self._serials += 1
-        self._known[page] = _Known(key, tokens, serial, self._serials)
+        self._known[page] = _Known(key, tokens, salt, serial, self._serials)
         self._page_of[key] = page
+        self._live.add(self._serials)
         return page
 
     def find(self, tokens: Sequence[int], positions: int, salt: str) -> list[int]:
@@ -120,7 +134,7 @@ class PagePool:
             if page is None:
                 break
             known = self._known[page]
-            if known.tokens != part or known.before != serial:  # a collision
+            if not known.holds(part, serial, salt):  # a collision
                 break
             serial = known.serial
             found.append(page)
