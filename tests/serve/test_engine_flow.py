@@ -11,8 +11,12 @@ from tests.serve.models import GREEDY, VOCABULARY, Answer, Residents, ask, tiny
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, VBError
 from vblackwell.generate.sampling import Sampling
 from vblackwell.serve import engine as engine_module
+from vblackwell.serve.draw import Drawing
 from vblackwell.serve.engine import Engine
+from vblackwell.serve.paged_model import PagedModel
+from vblackwell.serve.pages import PagePool
 from vblackwell.serve.request import Busy, Done, EngineClosed, Request, RequestTooLong, Token, UnknownModel
+from vblackwell.serve.scheduler import Scheduler, Text
 
 PROMPT = [3 + i % 50 for i in range(50)]
 
@@ -316,6 +320,50 @@ def test_no_model_starves(llama: Any):
             engine.cancel(answer.number)
     finally:
         engine.close()
+
+
+def scheduler_of(names: str, pages: int, **more: Any) -> Scheduler:
+    models = [PagedModel(served) for served in Residents({name: tiny("Llama") for name in names}).models.values()]
+    for model in models:
+        model.place(torch.zeros(pages * 16 * 256, dtype=torch.uint8), 16 * 256)
+    return Scheduler(models, PagePool(pages), **{"max_rows": 64, "max_running": 8, "turn_s": 2.0, **more})
+
+
+def text_of(number: int, tokens: list[int], model: str = "a", **more: Any) -> Text:
+    request = Request(model, tuple(tokens), 100, GREEDY, **more)
+    return Text(number, request, lambda event: None, list(tokens), Drawing(request))
+
+
+@pytest.mark.parametrize("load_s", [0.5, 10.0])
+@pytest.mark.parametrize("fails", [False, True])
+def test_loads_take_a_small_part_of_the_time(load_s: float, fails: bool):
+    """Of two models one fits: each switch loads for so long, and a pass takes 0.1 s. The clock is the test's."""
+    now, swaps = 0.0, 0
+    scheduler = scheduler_of("ab", 100, clock=lambda: now)
+    for number in range(40):
+        scheduler.add(text_of(number, [5, 6, 7], "ab"[number % 2]))
+    awake = ""
+    while swaps < 6:
+        for name, line in scheduler.lines.items():
+            line.model.served.state = "awake" if name == awake else "asleep"
+        found = scheduler.next_pass()
+        assert found is not None
+        swapped = found.line.name != awake
+        now += 0.1 + load_s * swapped
+        swaps, awake = swaps + swapped, found.line.name
+        if swapped and fails:
+            scheduler.remove(found.parts[0][0])  # the others go on
+            continue
+        scheduler.advance(found)
+        for text, _ in found.parts:
+            text.tokens.extend([7] * (not text.left))
+            if len(text.tokens) > 40:  # they never end, and hold few pages
+                del text.tokens[4:]
+                scheduler.preempt(text)
+    loads_s, turns_s = 5 * (load_s + 0.1), now - 6 * (load_s + 0.1)  # five turns, and a sixth's first pass
+    longest_s = max(2.0, 4 * (load_s + 0.1))
+    assert 5 * longest_s - 1e-6 <= turns_s <= 5 * (longest_s + 0.2)  # the last pass of a turn ends a little later
+    assert loads_s <= (loads_s + turns_s) / 5 + 1e-6  # rounding of sums of 0.1
 
 
 def test_an_older_request_of_another_model_gets_the_next_pages(llama: Any):

@@ -20,6 +20,7 @@ from vblackwell.serve.pages import PagePool
 from vblackwell.serve.request import Event, Request
 
 PROMPT_ROWS_TOLD = 64  # rows of a pass whose logits are wanted all, (rows, vocabulary) each
+LOADS_A_TURN = 4  # times that its first pass took, which waits for the weights: loads take at most a fifth of the time
 
 
 @dataclass(eq=False)
@@ -77,8 +78,8 @@ class Pass:
 
 class Scheduler:
     """Lines of texts over one pool of pages. ``max_rows`` of a pass; ``max_running`` texts of a model at a time, at
-    most ``max_rows``; a model that is awake keeps its turn for ``turn_s`` seconds while the next one would have to be
-    loaded."""
+    most ``max_rows``; a model keeps its turn, while the next one would have to be loaded, for ``turn_s`` seconds after
+    its first pass, or for `LOADS_A_TURN` times what that pass took, if that is longer."""
 
     def __init__(
         self,
@@ -94,13 +95,15 @@ class Scheduler:
         self.pool = pool
         self._max_rows, self._max_running = max_rows, min(max_running, max_rows)
         self._turns = list(self.lines.values())  # the model that was served last is the last
-        self._turn_s, self._clock, self._turn_began = turn_s, clock, clock()
+        self._turn_s, self._clock, self._turn_ends = turn_s, clock, clock()
+        self._switched_at: float | None = None  # while the first pass of a turn is under way
 
     def add(self, text: Text) -> None:
         insort(self.lines[text.request.model].waiting, text)
 
     def remove(self, text: Text) -> None:
         """It is over; its pages are free, and known to others as far as they are whole."""
+        self._begin_turn()
         line = self.lines[text.request.model]
         (line.running if text in line.running else line.waiting).remove(text)
         self._release(text)
@@ -118,22 +121,30 @@ class Scheduler:
 
     def next_pass(self) -> Pass | None:
         """The next pass, its pages taken; None where there is nothing to do."""
+        self._begin_turn()
         for line in self._in_turn():
             parts = self._plan(line) if line.model.paged else self._plan_alone(line)
             if parts:
                 if line is not self._turns[-1]:
                     self._turns.remove(line)
                     self._turns.append(line)
-                    self._turn_began = self._clock()
+                    self._switched_at = self._clock()
                 return Pass(line, parts)
         return None
+
+    def _begin_turn(self) -> None:
+        """Called where no pass is under way: if the last one was the first of a turn, well or not, that begins now."""
+        if self._switched_at is not None:
+            now = self._clock()
+            self._turn_ends = now + max(self._turn_s, LOADS_A_TURN * (now - self._switched_at))
+            self._switched_at = None
 
     def _in_turn(self) -> list[Line]:
         """Models with texts, the one whose turn it is first."""
         busy = [line for line in self._turns if line.waiting or line.running]
         last = self._turns[-1]
         others_sleep = len(busy) > 1 and last in busy and busy[0].model.served.state != "awake"
-        if others_sleep and self._clock() - self._turn_began < self._turn_s:
+        if others_sleep and self._clock() < self._turn_ends:
             return [last, *busy[:-1]]
         return busy
 
@@ -216,6 +227,7 @@ class Scheduler:
 
     def advance(self, done: Pass) -> None:
         """A pass is computed: its tokens are read, and pages that are whole now may be found by others."""
+        self._begin_turn()
         size, name = done.line.model.positions, done.line.name
         for text, count in done.parts:
             text.computed += count
