@@ -366,6 +366,57 @@ def test_loads_take_a_small_part_of_the_time(load_s: float, fails: bool):
     assert loads_s <= (loads_s + turns_s) / 5 + 1e-6  # rounding of sums of 0.1
 
 
+def compute(scheduler: Scheduler) -> list[Text]:
+    """A pass without the model, after which each text that can has one more token; its texts."""
+    found = scheduler.next_pass()
+    assert found is not None
+    scheduler.advance(found)
+    for text, _ in found.parts:
+        text.tokens.extend([7] * (not text.left))
+    return [text for text, _ in found.parts]
+
+
+def test_a_text_knows_which_pages_others_computed():
+    """They stay known where it fails."""
+    scheduler = scheduler_of("a", 40)
+    first = text_of(1, PROMPT)
+    scheduler.add(first)
+    compute(scheduler)
+    assert first.found == 0
+    second = text_of(2, [*PROMPT[:40], *range(60, 80)])
+    scheduler.add(second)
+    compute(scheduler)
+    assert second.found == 2 and second.pages[:2] == first.pages[:2] and second.known == 3
+    scheduler.pool.forget(second.pages[second.found :])
+    scheduler.remove(second)
+    assert second.found == 0 and scheduler.pool.find(first.tokens, 16, "a") == first.pages[:3]
+    assert len(scheduler.pool.find(second.tokens, 16, "a")) == 2
+    twins = [text_of(number, PROMPT[::-1][:20]) for number in (3, 4)]  # read in one pass: one page is kept
+    for twin in twins:
+        scheduler.add(twin)
+    assert set(compute(scheduler)) == {first, *twins}
+    assert [twin.found for twin in twins] == [0, 1] and twins[0].pages[0] == twins[1].pages[0]
+
+
+def test_a_text_that_waits_for_pages_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    """While too few pages are free for it, whatever became known since."""
+    scheduler, looks = scheduler_of("a", 20, max_rows=200), list[int]()
+    find = scheduler.pool.find
+    monkeypatch.setattr(scheduler.pool, "find", lambda tokens, *rest: looks.append(len(tokens)) or find(tokens, *rest))
+    old = [text_of(number, [number, *PROMPT] * 2) for number in (1, 2)]
+    last = text_of(3, [2, *PROMPT] * 2 + [*range(60, 90)] * 4)  # of 14 pages 6 are found, all held; 6 are free
+    for text in (*old, last):
+        scheduler.add(text)
+        compute(scheduler)
+    assert scheduler.lines["a"].running == old
+    for _ in range(15):
+        assert compute(scheduler) == old
+    assert looks.count(len(last.tokens)) == 1
+    scheduler.remove(old[0])
+    assert compute(scheduler) == [old[1], last] and looks.count(222) == 2
+    assert last.found == 6
+
+
 def test_an_older_request_of_another_model_gets_the_next_pages(llama: Any):
     """One model's texts take all pages; the other's comes before those that arrive after it."""
     engine = Engine(Residents({"m": llama, "other": tiny("Qwen2")}), cache_bytes=8 * 16 * 256)

@@ -48,6 +48,7 @@ class PagePool:
         self._known: dict[int, _Known] = {}
         self._page_of: dict[bytes, int] = {}
         self._serials = 0
+        self.gained = 0  # how often a known page came to be held: by so many, at most, more of a text is in held pages
         self._live = {0}  # serials of known pages, and of no page
 
     @property
@@ -58,6 +59,10 @@ class PagePool:
     @property
     def used(self) -> int:
         return self.total - self.free
+
+    def count_held(self, pages: Sequence[int]) -> int:
+        """How many of ``pages`` somebody holds."""
+        return sum(self._holders[page] > 0 for page in pages)
 
     def take(self) -> int | None:
         """A page for one holder, with anything in it; None where all are held."""
@@ -73,7 +78,9 @@ class PagePool:
 
     def hold(self, page: int) -> None:
         """One more holder of a page, held or idle."""
-        self._idle.pop(page, None)
+        if page in self._idle:
+            del self._idle[page]
+            self.gained += 1
         self._holders[page] += 1
 
     def give_up(self, pages: Sequence[int]) -> None:
@@ -120,6 +127,7 @@ class PagePool:
         self._known[page] = _Known(key, tokens, salt, serial, self._serials)
         self._page_of[key] = page
         self._live.add(self._serials)
+        self.gained += 1
         return page
 
     def find(self, tokens: Sequence[int], positions: int, salt: str) -> list[int]:

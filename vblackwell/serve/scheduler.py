@@ -36,6 +36,8 @@ class Text:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     cached: int = 0  # tokens found when it first began
+    found: int = 0  # pages, the first ones, that others computed
+    most_held: int | None = None  # while it waits: that much more than `PagePool.gained` of its pages are held, at most
     begun: bool = False
     told: int = 0  # tokens of the prompt that its events have told
     known: int = 0  # pages that others may find
@@ -117,7 +119,7 @@ class Scheduler:
 
     def _release(self, text: Text) -> None:
         self.pool.give_up(text.pages)
-        text.pages, text.computed, text.known, text.step = [], 0, 0, None
+        text.pages, text.computed, text.known, text.found, text.step = [], 0, 0, 0, None
 
     def next_pass(self) -> Pass | None:
         """The next pass, its pages taken; None where there is nothing to do."""
@@ -195,14 +197,19 @@ class Scheduler:
     def _begin(self, line: Line, text: Text) -> bool:
         """Whether the first that waits could begin: what is known of its beginning is held then."""
         pool, size = self.pool, line.model.positions
+        needed = -(-len(text.tokens) // size) + self._kept_for_older(text)
+        if text.most_held is not None and needed - (text.most_held + pool.gained) > pool.free:
+            return False  # without a look at all its tokens
         # Of a prompt that is told every row is wanted.
         found = [] if text.tells_prompt else pool.find(text.tokens, size, line.name)
+        held = pool.count_held(found)
+        if needed - held > pool.free:
+            text.most_held = held - pool.gained
+            return False
         for page in found:
             pool.hold(page)
-        if -(-len(text.tokens) // size) - len(found) + self._kept_for_older(text) > pool.free:
-            pool.give_up(found)
-            return False
-        text.pages, text.computed, text.known = found, len(found) * size, len(found)
+        text.pages, text.computed, text.known, text.found = found, len(found) * size, len(found), len(found)
+        text.most_held = None
         if not text.begun:
             text.begun, text.cached = True, min(text.computed, len(text.request.tokens))
         line.waiting.pop(0)
@@ -240,4 +247,5 @@ class Scheduler:
                     self.pool.hold(known)
                     self.pool.give_up([page])
                     text.pages[at] = known
+                    text.found += text.found == at
                 text.known += 1
