@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.serve.models import GREEDY, VOCABULARY, Answer, Residents, ask, tiny
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, VBError
@@ -567,6 +568,18 @@ def test_time_without_requests_does_not_count_for_when_to_try_again(llama: Any, 
         assert made._interval_s < 60
     finally:
         made.close()
+
+
+def test_a_pass_does_not_search_the_model_for_configs(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Each of the modules without one would take the host its time before every pass."""
+    expected, asked = ask(engine, PROMPT, 2).tokens, list[str]()
+    given, register = torch.nn.Module.__getattr__, transformers.AttentionInterface.register
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", lambda self, name: asked.append(name) or given(self, name))
+    monkeypatch.setattr(
+        transformers.AttentionInterface, "register", lambda *args: asked.append("register") or register(*args)
+    )
+    assert ask(engine, PROMPT, 2).tokens == expected
+    assert "embed_tokens" in asked and not {"config", "register"} & {*asked}
 
 
 def test_a_model_is_as_it_was_after_a_pass(llama: Any, engine: Engine):

@@ -8,10 +8,11 @@ refused with the reason. Legend: S queries, N query heads, K key heads, H head w
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,14 +50,24 @@ class _Odd(Exception):
     """Why requests cannot share a pass."""
 
 
-@contextmanager
-def attending(modules: Iterable[Any], attend: Attend) -> Iterator[None]:
-    """Inside, in this thread, the layers among a model's ``modules`` attend by ``attend(module, q, k, v, mask,
-    options)``, q (1, N, S, H), k and v (1, K, S, H), which gives (1, S, N, H); experts are called one by one."""
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of all modules of a model, each once: to be kept, for this takes as long as there are modules."""
+    return [*{id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values()]
+
+
+@cache
+def _register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _call)
-    configs = {id(each.config): each.config for each in modules if hasattr(each, "config")}.values()
+
+
+@contextmanager
+def attending(configs: Sequence[Any], attend: Attend) -> Iterator[None]:
+    """Inside, in this thread, the layers of a model with these configs (`configs_of`) attend by ``attend(module, q, k,
+    v, mask, options)``, q (1, N, S, H), k and v (1, K, S, H), which gives (1, S, N, H); experts are called one by
+    one."""
+    _register()
     kept = [(each, each._attn_implementation, each._experts_implementation) for each in configs]
     token = _attend.set(attend)
     try:
@@ -150,7 +161,7 @@ def _run_without_weights(model: Any) -> tuple[LayerForm, ...]:
             for module in probe.modules():
                 _check_experts(module)
             ids_1S = torch.zeros((1, 5), dtype=torch.int64)
-            with attending(probe.modules(), attend), _Products():
+            with attending(configs_of(probe), attend), _Products():
                 probe(ids_1S, position_ids=torch.arange(5)[None], use_cache=False)
     except _Odd:
         raise

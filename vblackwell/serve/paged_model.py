@@ -24,7 +24,7 @@ from vblackwell.kernels.attention.op import WIDEST_HEAD
 from vblackwell.kernels.attention.paged import paged_attention, store_pages
 from vblackwell.nn.convert.assignment import evaluating
 from vblackwell.serve.draw import on_device
-from vblackwell.serve.form import attending, layers_of
+from vblackwell.serve.form import attending, configs_of, layers_of
 from vblackwell.serve.request import ServedModel
 from vblackwell.serve.row_tiles import RowTiles, tile_packed
 
@@ -62,6 +62,7 @@ class PagedModel:
         if self.paged:
             tile_packed(served.module)
         self._modules = [*served.module.modules()]
+        self._configs = configs_of(served.module)
         self.positions = 0  # of a page
         self._views: list[tuple[Tensor, Tensor]] = []
 
@@ -106,7 +107,7 @@ class PagedModel:
             return rows.attend(q_SNH, k_SKH, v_SKH, *pages, options)[None]
 
         model: Any = self.served.module
-        with self._evaluating(), attending(self._modules, attend), RowTiles(self.tile):
+        with self._evaluating(), attending(self._configs, attend), RowTiles(self.tile):
             output = model(rows.ids_1S, position_ids=rows.positions_1S, use_cache=False, logits_to_keep=rows.wanted_L)
         logits_LV = output.logits[0]
         return logits_LV[: rows.count].float()
