@@ -7,6 +7,7 @@ waits for the device once, for all that it wants to know of a pass; and for gram
 Legend: L rows, V vocabulary, K likeliest tokens.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -113,6 +114,15 @@ def why_no_token(logits_V: Tensor) -> VBError:
     """The error of a row of which nothing could be drawn."""
     if bool((logits_V < float("inf")).all()):
         return Unsupported("no token may follow: the grammar, or the biases, forbid every one; loosen them")
+    return _not_finite()
+
+
+def why_not_told(told: Iterable[Told]) -> VBError | None:
+    """The error of a text with probabilities that are no numbers, of what `tell` gave; None where all are."""
+    return _not_finite() if any(own is not None and math.isnan(own) for own, _ in told) else None
+
+
+def _not_finite() -> VBError:
     return CorruptData("the model's logits are not finite: its weights are damaged or overflow in this type; try fp32")
 
 
