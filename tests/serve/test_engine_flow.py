@@ -12,7 +12,7 @@ from tests.serve.models import GREEDY, VOCABULARY, Answer, Residents, ask, tiny
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, VBError
 from vblackwell.generate.sampling import Sampling
 from vblackwell.serve import engine as engine_module
-from vblackwell.serve.draw import Drawing
+from vblackwell.serve.draw import Drawing, tell, why_not_told
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.paged_model import PagedModel
 from vblackwell.serve.pages import PagePool
@@ -219,6 +219,17 @@ def test_logits_that_are_not_finite_end_their_own_text():
         engine.close()
 
 
+def test_told_probabilities_that_are_no_numbers_are_an_error():
+    logits_LV = torch.zeros((3, 4))
+    logits_LV[1, 0] = float("-inf")  # a token that never follows
+    good = tell(logits_LV, [1, 0, 2], 1)
+    assert good[1][0] == float("-inf") and why_not_told(good) is None
+    for damage in (float("nan"), float("inf")):
+        logits_LV[2, 0] = damage
+        assert isinstance(why_not_told(tell(logits_LV, [1, 0, 2], 0)), CorruptData)
+    assert why_not_told([(None, ())]) is None
+
+
 def test_texts_of_a_pass_that_fails_are_tried_alone(llama: Any):
     """Foreign code raises for the token 66: its text fails, and those that shared the pass do not."""
 
@@ -280,9 +291,13 @@ def test_what_cannot_be_is_refused(llama: Any, engine: Engine):
         {"repetition_penalty": 0.0},
         {"presence_penalty": float("nan")},
         {"logit_bias": {1: float("inf")}},
+        {"logit_bias": {1: 10**400}},
+        {"logit_bias": {1: -1e39}},
+        {"repetition_penalty": 10**400},
+        {"frequency_penalty": -(10**400)},
         {"seed": 1 << 63},
     ],
-    ids=str,
+    ids=lambda more: str(more)[:30],
 )
 def test_a_request_out_of_range_is_refused(more: dict[str, Any]):
     with pytest.raises(ConfigurationError, match=next(iter(more))):

@@ -4,7 +4,6 @@ A request is tokens and how to go on from them; it names a model that is served,
 events: a ``Token`` for each new one, then one ``Done``. Legend: V vocabulary.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -17,6 +16,7 @@ from vblackwell.generate.sampling import Sampling
 
 MAX_LOGPROBS = 64  # likeliest tokens told with each new one
 MAX_BIASES = 1024  # tokens whose logits a request changes
+MAX_NUMBER = torch.finfo(torch.float32).max  # of what is added to logits or divides them
 
 
 class Busy(VBError):
@@ -91,12 +91,12 @@ class Request:
             ("tokens", len(self.tokens) > 0, "give at least one token"),
             ("max_new_tokens", self.max_new_tokens >= 1, "give at least 1"),
             ("seed", -(1 << 63) <= self.seed < 1 << 63, f"give a number from {-(1 << 63)} to {(1 << 63) - 1}"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "give a number above 0; 1 is none"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "give a finite number; 0 is none"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "give a finite number; 0 is none"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= MAX_NUMBER, "give an fp32 number above 0; 1 is none"),
+            ("presence_penalty", abs(self.presence_penalty) <= MAX_NUMBER, "give a finite fp32 number; 0 is none"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MAX_NUMBER, "give a finite fp32 number; 0 is none"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"give from 0 to {MAX_LOGPROBS}, or None"),
             ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"give at most {MAX_BIASES} tokens"),
-            ("logit_bias", all(math.isfinite(bias) for bias in biases), "give finite numbers"),
+            ("logit_bias", all(abs(bias) <= MAX_NUMBER for bias in biases), "give finite fp32 numbers"),
         ):
             if not holds:
                 raise ConfigurationError(f"{name} {getattr(self, name)}: {advice}")
