@@ -1,5 +1,6 @@
 """Requests on their way: shared beginnings, turns, cancelling, failing alone, limits, and the end."""
 
+import math
 import threading
 import time
 from typing import Any
@@ -203,6 +204,14 @@ def test_a_grammar_that_fails_ends_its_own_text(engine: Engine, where: str, erro
     assert healthy.tokens == expected and engine.state().pages_used == 0
 
 
+def test_what_a_failing_request_shares_is_still_found(engine: Engine):
+    """Pages of others' beginnings are forgotten only where numbers are wrong."""
+    first = ask(engine, PROMPT, 4)
+    assert first.done.cached_tokens == 0
+    assert ask(engine, PROMPT[:40], 4, constraint=Raises("mask", KeyError("x"))).done.reason == "error"
+    assert ask(engine, PROMPT, 4).done.cached_tokens == 48
+
+
 def test_logits_that_are_not_finite_end_their_own_text():
     model = tiny("Llama", tie_word_embeddings=False)
     with torch.no_grad():
@@ -215,6 +224,8 @@ def test_logits_that_are_not_finite_end_their_own_text():
         assert answers[1].done.reason == "error" and isinstance(answers[1].done.error, CorruptData)
         assert answers[0].tokens == answers[2].tokens == expected
         assert ask(engine, [*PROMPT[:40], 66, 5], 2).done.cached_tokens <= 32  # nothing of it is found again
+        told = ask(engine, [*PROMPT[:10], 66, 5], 2, prompt_logprobs=True)
+        assert isinstance(told.done.error, CorruptData) and not any(map(math.isnan, (x.logprob or 0 for x in told.told)))
     finally:
         engine.close()
 

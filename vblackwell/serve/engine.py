@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.serve.draw import Drawing, Drawn, draw, on_device, tell, why_no_token
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, VBError, nearest
+from vblackwell.serve.draw import Drawing, Drawn, draw, on_device, tell, why_no_token, why_not_told
 from vblackwell.serve.paged_model import PagedModel, Share, block_bytes_of
 from vblackwell.serve.pages import PagePool
 from vblackwell.serve.request import (
@@ -395,6 +395,8 @@ class Engine:
         new = prompt[max(first, text.told) : first + len(logits_LV)]
         begin = max(first, text.told) - first
         told = tell(logits_LV[begin : begin + len(new)], new, text.request.logprobs or 0) if new else []
+        if (error := why_not_told(told)) is not None:
+            raise error
         for token, (own, top) in zip(new, told, strict=True):
             self._tell_or_note(text, Token(token, own, top, of_prompt=True))
 
@@ -404,7 +406,8 @@ class Engine:
             self.cancel(text.number)
 
     def _fail(self, text: Text, error: Exception) -> None:
-        self._pool.forget(text.pages)  # nobody else is to find what may be wrong
+        # Nobody else is to find what may be wrong; what others computed is, where numbers are.
+        self._pool.forget(text.pages if isinstance(error, CorruptData) else text.pages[text.found :])
         name = type(error).__name__
         known = error if isinstance(error, VBError) else VBError(f"this request failed: {name}: {error}")
         self._end(text, "error", known)
