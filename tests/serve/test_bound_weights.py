@@ -207,6 +207,30 @@ def test_a_backward_reads_the_weights_of_a_model_that_was_bound_and_dropped(make
         assert torch.equal(model(X), Net(1)(X)) and torch.equal(model(X), Net(1)(X)) and engine.bound
 
 
+@pytest.mark.parametrize("how", ["grandchild", "function"])
+def test_a_backward_through_a_use_that_is_not_counted_is_refused(make_stack: MakeStack, how: str):
+    """Without a hook autograd saves the parameter itself, whose bytes left: an error, and no NaN."""
+    model, engine = streamed(make_stack(1 << 20), 1)
+    with torch.no_grad():
+        model(X), model(X)
+    layer, x = model.body.layers[0], X.clone().requires_grad_()
+    out = layer(x) if how == "grandchild" else nn.functional.rms_norm(x, (16,), layer.norm)
+    assert engine.bound.drop_all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_backward_goes_on_after_a_model_was_bound_and_dropped_meanwhile(make_stack: MakeStack):
+    model, engine = streamed(make_stack(1 << 20), 1)
+    x = X.clone().requires_grad_()
+    out = model(x).sum()
+    with torch.no_grad():
+        assert torch.equal(model(X), Net(1)(X)) and engine.bound
+    assert engine.bound.drop_all()
+    out.backward()
+    assert torch.equal(x.grad, expected_gradient())
+
+
 def test_a_transform_reads_the_weights_of_a_model_that_was_bound_and_dropped(make_stack: MakeStack):
     model, engine = streamed(make_stack(1 << 20), 1)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from vblackwell.offload.layout.groups import Group, Site, Slot
 from vblackwell.offload.parameters import AfterForward, BeforeForward, is_transformed, weakly
@@ -157,6 +158,9 @@ class BoundWeights:
             if self._callers or not self._groups:
                 return False
             self._end()
+            # Whoever used a parameter without a counted caller, and with gradients, may have saved it: now an error.
+            increment_version(slot.param for slot in self._engine.slots())
+            self._engine.weights.num_released += 1
             self._engine.weights.end_pass()
             return True
 

@@ -83,6 +83,7 @@ class WeightStreamer(Mover):
         if any(group.name.endswith(TRAINED) for group in self._groups):  # a layer is two groups, one of them small
             self._ahead *= 2
         self.frozen = not any(group.trainable() for group in self._groups)  # nothing trains the model
+        self.num_released = 0  # how often all parameters' versions were counted up without a write (`BoundWeights`)
         self.staying: frozenset[int] = frozenset()  # groups of a frozen model that are not dropped once they are loaded
         if self.frozen:
             self.trace.expect([group.index for group in self._groups])  # until a pass has shown another order
@@ -378,7 +379,7 @@ class WeightStreamer(Mover):
             for index in range(bisect_right(slots, start, key=lambda slot: slot.offset) - 1, len(slots)):
                 if slots[index].offset >= stop:
                     break
-                found += slots[index].param._version
+                found += slots[index].param._version - self.num_released
         return self._states[group].version, found
 
     def pack(self, tensor: Tensor) -> PackedView | None:
