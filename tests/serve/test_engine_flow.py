@@ -208,7 +208,7 @@ def test_what_a_failing_request_shares_is_still_found(engine: Engine):
     """Pages of others' beginnings are forgotten only where numbers are wrong."""
     first = ask(engine, PROMPT, 4)
     assert first.done.cached_tokens == 0
-    assert ask(engine, PROMPT[:40], 4, constraint=Raises("mask", KeyError("x"))).done.reason == "error"
+    assert ask(engine, PROMPT[:40], 4, constraint=Raises("mask")).done.reason == "error"
     assert ask(engine, PROMPT, 4).done.cached_tokens == 48
 
 
@@ -225,7 +225,8 @@ def test_logits_that_are_not_finite_end_their_own_text():
         assert answers[0].tokens == answers[2].tokens == expected
         assert ask(engine, [*PROMPT[:40], 66, 5], 2).done.cached_tokens <= 32  # nothing of it is found again
         told = ask(engine, [*PROMPT[:10], 66, 5], 2, prompt_logprobs=True)
-        assert isinstance(told.done.error, CorruptData) and not any(map(math.isnan, (x.logprob or 0 for x in told.told)))
+        assert isinstance(told.done.error, CorruptData)
+        assert not any(math.isnan(token.logprob or 0) for token in told.told)
     finally:
         engine.close()
 
