@@ -28,7 +28,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.generate.command import Places, generate_command
-from vblackwell.generate.generate import CONTEXT, Pace, draws, generate
+from vblackwell.generate.generate import CONTEXT, Pace, draws, encode, generate
 from vblackwell.generate.generate import _Text as Text
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.generate.sampling import Arrival, Sampling, sample
@@ -51,6 +51,12 @@ def model(tokenizer):
         for parameter in made.parameters():
             parameter.mul_(6.0)  # so that logits differ enough for temperature to matter
     return made
+
+
+@pytest.mark.parametrize("prompt", ["def f(x):", "class Größe:\n" * 300, "日本語 🚀", " \t\n "])
+@pytest.mark.parametrize("special", [True, False])
+def test_prompts_are_encoded_as_the_tokenizer_does_one_by_one(model, tokenizer, prompt, special):
+    assert encode(model, tokenizer, prompt, special) == tokenizer.encode(prompt, add_special_tokens=special).ids
 
 
 def greedy_without_cache(model, tokenizer, prompt, count):

@@ -163,8 +163,8 @@ def _one_by_one(readers: list[Callable[[Tensor], Tensor]], rows: list[Tensor]) -
 
 def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: bool = True) -> list[int]:
     """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins
-    a document (ConfigurationError where the model has none)."""
-    numbers = tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
+    a document (ConfigurationError where the model has none). Other threads run while a long one is read."""
+    numbers = tokenizer.encode_batch_fast([prompt], add_special_tokens=special_tokens)[0].ids
     config: Any = model.config
     start = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
     if not numbers and not isinstance(start, int):
