@@ -29,7 +29,7 @@ TEMPLATE = """{% if tools %}Call by <tool_call>{"name": ..., "arguments": ...}</
 <|start|>{{ message.role }}
 {{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
 {% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant
-{% endif %}"""
+{% endif %}{{ suffix }}"""
 
 
 def byte_tokenizer() -> Tokenizer:

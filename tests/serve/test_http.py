@@ -17,6 +17,7 @@ import pytest
 from tests.serve.serving import Serving, serving
 from vblackwell.errors import VBError
 from vblackwell.serve.http.running import Limits
+from vblackwell.serve.http.wire import Reply
 
 LIMITS = Limits(body_bytes=20_000, body_seconds=0.4, keep_alive_seconds=0.02)
 GO_ON = {"256": -100}  # no end token is drawn
@@ -98,6 +99,28 @@ def test_bodies(server: Serving):
     assert ask(server, BODY, Content_Type="text/plain")[0] == 415
     status, _, body = ask(server, BODY | {"model": "日本\n\x00"})
     assert status == 404 and "日本" in body["error"]["message"]
+
+
+def test_json_that_is_none(server: Serving):
+    for text in (b'{"max_tokens": 1e999}', b'{"seed": NaN}', b'{"user": "\\ud800"}', b'{"a":' + b"[" * 9000):
+        status, _, body = ask(server, text)
+        assert status == 400 and "not JSON" in body["error"]["message"]
+    for arguments in ('{"a": "\\ud800"}', '{"a": 1e999}', '{"a": ' + "[" * 9000):
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        status, _, body = ask(server, BODY | {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        assert (status, body["error"]["param"]) == (400, "messages[0].tool_calls[0].function")
+
+
+def test_a_text_that_no_tokens_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise AssertionError("it was read")
+
+    with serving() as server:
+        monkeypatch.setattr("vblackwell.serve.http.prepare.encode", fail)
+        for fields in ({"messages": [{"role": "user", "content": "ab " * 50_000}]}, {"prompt": "ab " * 50_000}):
+            path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+            status, _, body = ask(server, {"model": "tiny", "max_tokens": 1} | fields, path)
+            assert status == 400 and body["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_body_in_chunks_is_counted(server: Serving):
@@ -199,6 +222,36 @@ def test_an_answer_that_takes_too_long_is_ended():
         events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
         assert events[-1]["error"]["code"] == "timeout" and text.endswith("data: [DONE]\n\n")
         server.until_idle(10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_that_nobody_expected(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+):
+    """The client gets an error object, metrics count it, and the log has it once."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(Reply, "pieces" if stream else "whole", fail)
+    before = requests_counted(server, 500)
+    status, _, body = ask(server, BODY | {"stream": stream})
+    if stream:
+        error, end = body.split("\n\n")[-3:-1]
+        body = json.loads(error.removeprefix("data: "))
+        assert (status, end) == (200, "data: [DONE]")
+    else:
+        assert status == 500 and requests_counted(server, 500) == before + 1
+    assert body["error"]["type"] == "server_error" and "secret" not in body["error"]["message"]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+    monkeypatch.undo()
+    assert ask(server, BODY)[0] == 200
+
+
+def requests_counted(server: Serving, status: int) -> int:
+    text = ask(server, {}, "/metrics", "GET")[2]
+    line = f'vb_requests_total{{route="/v1/chat/completions",status="{status}"}} '
+    return next((int(each.removeprefix(line)) for each in text.splitlines() if each.startswith(line)), 0)
 
 
 def test_a_request_that_fails_fails_alone(server: Serving, monkeypatch: pytest.MonkeyPatch):

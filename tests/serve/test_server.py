@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from tests.serve.serving import END, POSITIONS, Serving, byte_tokenizer, serving
+from vblackwell.serve.http import grammar
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me é."}]
 CITY = {
@@ -210,7 +212,13 @@ def test_values_of_the_template(chat: Any):
     error = refused(chat, openai.BadRequestError, messages=[{"role": "user", "content": "x"}] * 1000)
     assert error.code == "context_length_exceeded" and error.param == "messages"
     plain = chat().usage.prompt_tokens
-    assert chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}}).usage.prompt_tokens == plain
+    assert chat(extra_body={"chat_template_kwargs": {"suffix": "12345"}}).usage.prompt_tokens == plain + 5
+
+
+@pytest.mark.parametrize("name", ["limited", "refusal", "self", "spans", "values", "raise_exception", "thinking"])
+def test_a_value_that_the_template_does_not_have(chat: Any, name: str):
+    extra = {"chat_template_kwargs": {name: True}}
+    assert refused(chat, openai.UnprocessableEntityError, extra_body=extra).param == "chat_template_kwargs"
 
 
 def test_a_text_that_is_too_long_is_refused_and_never_cut(chat: Any, complete: Any):
@@ -296,6 +304,70 @@ def test_json_of_any_kind(chat: Any):
 def test_a_schema_that_is_none(chat: Any):
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
     assert refused(chat, openai.BadRequestError, response_format=form).param == "response_format"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+SLOW = [{"type": "string", "pattern": f"^(.*a.{{{count}}}.*)$"} for count in range(1, 40)]
+
+
+def chained(patterns: list[Any]) -> dict[str, Any]:
+    """All of them at once, without allOf."""
+    names = [f"#/$defs/{place}" for place in range(len(patterns))]
+    links = [{"$ref": name} for name in names[1:]] + [{}]
+    defs = {str(place): each | link for place, (each, link) in enumerate(zip(patterns, links, strict=True))}
+    return {"$ref": names[0], "$defs": defs}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": SLOW},
+        {"allOf": SLOW[:5]},
+        {"type": "string", "anyOf": SLOW},
+        {"patternProperties": {each["pattern"]: {} for each in SLOW}},
+        chained(SLOW),
+        {"type": "string", "pattern": "^(a{1000}){1000}$"},
+        {"type": "string", "pattern": "a|" * 3000},
+        {"type": "string", "not": SLOW[0]},
+        {"type": "number", "maximum": 10**400},
+        {"type": "string", "x-guidance": {"coerce_one_of": True}},
+        {"items": {"x-guidance": {}}},
+        nested(70),
+        nested(900),
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+def test_a_schema_that_is_not_compiled(chat: Any, schema: Any):
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool: Any = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    begun = time.monotonic()
+    assert refused(chat, openai.BadRequestError, response_format=form).param == "response_format"
+    assert refused(chat, openai.BadRequestError, tools=[tool], tool_choice="required").param in ("tools", "messages")
+    assert time.monotonic() - begun < 2
+
+
+def test_patterns_that_do_not_meet_are_many(chat: Any):
+    """And a schema that refers to itself is one like others."""
+    pattern = {"type": "string", "pattern": "^[a-f]{2}$"}
+    properties = {f"p{place}": pattern for place in range(20)} | {"more": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert chat(response_format=form).choices[0].message.content
+
+
+def test_one_schema_is_compiled_at_a_time(chat: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vblackwell.serve.http.grammar.COMPILE_SECONDS", 0.05)
+    form: Any = {"type": "json_object"}
+    with grammar._compiling:
+        error = refused(chat, openai.RateLimitError, response_format=form)
+    assert int(error.response.headers["retry-after"]) >= 1
+    assert chat(response_format=form).choices[0].message.content
 
 
 # -- completions -------------------------------------------------------------------------------------------------------

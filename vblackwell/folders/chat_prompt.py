@@ -5,10 +5,11 @@ model that was fine-tuned on conversations often names another end. A template i
 (``{{ 'x' * 10**10 }}`` is one): jinja's sandbox keeps it from files and code, `bounded` bounds its memory and time.
 """
 
+import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class ChatTemplate:
 
     def prompt(self, message: str) -> str:
         """The text after which the model answers ``message``; raises ConfigurationError where it is refused."""
-        return self._asked([{"role": "user", "content": message}], add_generation_prompt=True)
+        return self._asked([{"role": "user", "content": message}], {"add_generation_prompt": True})
 
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
         """The special token after an answer, white space aside; None if there is none. Raises as `prompt`."""
@@ -44,24 +45,35 @@ class ChatTemplate:
         known = tokenizer.get_added_tokens_decoder()
         return next((number for number in numbers if number in known and known[number].special), None)
 
-    def _asked(self, messages: list[dict[str, str]], **options: Any) -> str:
-        return self.write(messages, (f"{self.origin} refuses a user's message", ": leave --chat out"), **options)[0]
+    def values(self) -> frozenset[str]:
+        """Names of values that the template reads and that its folder does not give."""
+        from jinja2 import Environment
+        from jinja2.defaults import DEFAULT_NAMESPACE
+        from jinja2.meta import find_undeclared_variables
+
+        # transformers' tag for what the model writes, which jinja itself does not know
+        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", self.source)
+        found = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+        return frozenset(found - DEFAULT_NAMESPACE.keys() - self.special.keys() - {"raise_exception", "strftime_now"})
+
+    def _asked(self, messages: list[dict[str, str]], values: Mapping[str, Any] | None = None) -> str:
+        return self.write(messages, (f"{self.origin} refuses a user's message", ": leave --chat out"), values)[0]
 
     def write(
         self,
         messages: list[dict[str, Any]],
         refusal: tuple[str, str],
+        values: Mapping[str, Any] | None = None,
         *,
         spans: bool = False,
         limited: bool = True,
-        **options: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of ``messages``, and with ``spans`` from where to where the template says that the model writes.
-        ``refusal`` is what an error says before and after the reason. ``limited``: False where other threads work,
-        which `bounded` would bound too."""
+        ``refusal`` is what an error says before and after the reason; ``values`` are the template's, by name.
+        ``limited``: False where other threads work, which `bounded` would bound too."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        names: dict[str, Any] = self.special | options | {"return_assistant_tokens_mask": spans}
+        names: dict[str, Any] = self.special | dict(values or {}) | {"return_assistant_tokens_mask": spans}
         try:
             with bounded() if limited else nullcontext():
                 (text,), found = render_jinja_template(conversations=[messages], chat_template=self.source, **names)

@@ -2,13 +2,12 @@
 by name, and another is refused.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vblackwell.serve.http.refusal import invalid, only, typed, unsupported
+from vblackwell.serve.http.refusal import invalid, only, parsed, typed, unsupported
 
 MAX_TOOLS = 128
 _NAMED = {"role", "content", "name"}
@@ -68,8 +67,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     only(function, {"name", "arguments"}, where)
     name, text = (typed(function, part, str, "", f"{where}.function.") for part in ("name", "arguments"))
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        arguments = parsed(text or "{}")
+    except ValueError:
         arguments = None
     if not name or not isinstance(arguments, dict):
         raise invalid(f"{where}.function", "a name, and arguments as the text of a JSON object, are needed")

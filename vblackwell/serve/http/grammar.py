@@ -1,7 +1,10 @@
 """Answers that follow a JSON schema or call a tool: which tokens may come next. By llguidance, imported when used."""
 
 import json
-from collections.abc import Collection, Mapping
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,16 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.serve.http.tool_calls import CLOSE, OPEN
+from vblackwell.serve.request import Busy
 
 # Between parts of JSON: small models write white space without end where they may.
 _SPACE = {"whitespace_pattern": "[ \\n\\r\\t]{1,40}"}
+MAX_DEPTH = 64  # of a schema
+MAX_PATTERN_LENGTH, MAX_REPEATS = 4000, 2000  # characters of all patterns, and the product of the counts of one
+MAX_COMBINED = 3  # patterns of a schema that demands several at once, whose automata multiply
+COMPILE_SECONDS = 10.0  # that a schema waits for another that is compiled
+_REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment"}
+_compiling = Lock()  # llguidance may take every core and much memory
 
 
 class Grammars:
@@ -38,10 +48,13 @@ class Grammars:
 
     def schema(self, schema: Mapping[str, Any]) -> "Grammar":
         """JSON that ``schema`` allows. Raises ConfigurationError: it is none, or uses what is not supported."""
-        return self._grammar(self._library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SPACE))
+        _check(schema)
+        text = json.dumps(schema)
+        return self._grammar(lambda: self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SPACE))
 
     def calls(self, tools: Mapping[str, Mapping[str, Any]], *, tagged: bool, several: bool) -> "Grammar":
         """Calls of ``tools``, schemas of arguments by name: in tags, or one in bare JSON. Raises as `schema`."""
+        _check(tools)
         rules = [
             f"call_{place}: %json {json.dumps(_call_schema(name, schema, 'arguments' if tagged else 'parameters'))}"
             for place, (name, schema) in enumerate(tools.items())
@@ -50,13 +63,60 @@ class Grammars:
         around = f'{self._tags[0]} "\\n" any_call "\\n" {self._tags[1]}' if tagged else "any_call"
         start = 'call ("\\n" call)*' if several and tagged else "call"
         text = "\n".join([f"start: {start}", f"call: {around}", f"any_call: {one}", *rules])
-        return self._grammar(self._library.LLMatcher.grammar_from_lark(text))
+        return self._grammar(lambda: self._library.LLMatcher.grammar_from_lark(text))
 
-    def _grammar(self, text: str) -> "Grammar":
-        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise ConfigurationError(f"this schema is not supported: {' '.join(matcher.get_error().split())[:500]}")
+    def _grammar(self, write: Callable[[], str]) -> "Grammar":
+        if not _compiling.acquire(timeout=COMPILE_SECONDS):
+            raise Busy("another schema is being compiled: try again", retry_after_s=COMPILE_SECONDS)
+        matcher, said = None, ""
+        try:
+            matcher = self._library.LLMatcher(self._tokenizer, write(), log_level=0, limits=self._limits)
+            said = matcher.get_error() if matcher.is_error() else said
+        except Exception as error:  # it raises bare ValueError for what it does not read
+            said = str(error) or type(error).__name__
+        finally:
+            _compiling.release()
+        if said:
+            raise ConfigurationError(f"this schema is not supported: {' '.join(said.split())[:500]}")
         return Grammar(matcher, self._ends)
+
+
+def _check(schema: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError for a schema that llguidance should not see: one that is nested deep, that has orders
+    for llguidance itself, or whose patterns could take minutes and gigabytes. What a reference can reach may be
+    anywhere, so all of it counts."""
+    patterns, combined, parts = list[str](), False, [(0, schema)]
+    while parts:
+        depth, part = parts.pop()
+        if depth > MAX_DEPTH:
+            raise ConfigurationError(f"this schema is not supported: it is nested more than {MAX_DEPTH} deep")
+        if isinstance(part, Mapping):
+            if "x-guidance" in part:
+                raise ConfigurationError("this schema is not supported: leave x-guidance out")
+            branches = part.keys() & {"anyOf", "oneOf", "$ref"}
+            combined |= "allOf" in part or "not" in part or (bool(branches) and len(part.keys() - _REMARKS) > 1)
+            own, keyed = part.get("pattern"), part.get("patternProperties")
+            patterns += [own] if isinstance(own, str) else []
+            if isinstance(keyed, Mapping):
+                patterns += keyed
+                combined |= len(keyed) > 1
+        inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+        parts += [(depth + 1, each) for each in inner]
+    if combined and len(patterns) > MAX_COMBINED:
+        raise ConfigurationError(
+            f"this schema is not supported: it has {len(patterns)} patterns and demands several things at once "
+            f"(allOf, or branches next to other rules): leave {len(patterns) - MAX_COMBINED} out"
+        )
+    if (length := sum(map(len, patterns))) > MAX_PATTERN_LENGTH:
+        raise ConfigurationError(
+            f"this schema is not supported: its patterns have {length} characters, more than {MAX_PATTERN_LENGTH}"
+        )
+    for pattern in patterns:
+        counts = [max(map(int, re.findall("[0-9]+", braces))) for braces in re.findall(r"\{[0-9][0-9, ]*\}", pattern)]
+        if math.prod(max(count, 1) for count in counts) > MAX_REPEATS:
+            raise ConfigurationError(
+                f"this schema is not supported: a pattern repeats something more than {MAX_REPEATS} times"
+            )
 
 
 def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -16,25 +16,28 @@ from vblackwell.generate.generate import encode
 from vblackwell.serve.http.answer import Answer
 from vblackwell.serve.http.grammar import Grammar, Grammars
 from vblackwell.serve.http.refusal import Refusal, invalid, unsupported
+from vblackwell.serve.http.running import refused
 from vblackwell.serve.http.text import Vocabulary
 from vblackwell.serve.http.tool_calls import form_of
 from vblackwell.serve.http.wire import Asked, read_json
-from vblackwell.serve.request import Request
+from vblackwell.serve.request import Busy, Request
 
 UNLIMITED_TOKENS = 4096  # new ones of a model that states no limit, where a chat does not say how many
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How a model is talked with: its template, and the token that ends its turns. Made before requests come: the
-    template, a stranger's text, runs here under `bounded`, whose limits are those of the whole process."""
+    """How a model is talked with: its template, the token that ends its turns, and names of values that the template
+    takes. Made before requests come: the template, a stranger's text, runs here under `bounded`, whose limits are those
+    of the whole process."""
 
     template: ChatTemplate
     turn_end: int | None
+    values: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> "Chat":
-        return cls(template, template.turn_end(tokenizer))
+        return cls(template, template.turn_end(tokenizer), template.values())
 
 
 class Preparation:
@@ -43,6 +46,7 @@ class Preparation:
     def __init__(self, fleet: Any, chats: Mapping[str, Chat]) -> None:
         self._fleet, self._chats = fleet, chats
         self._vocabulary = cache(lambda name: Vocabulary(fleet.models[name].tokenizer))
+        self._longest = cache(lambda name: max(map(_size, fleet.models[name].tokenizer.get_vocab())))
         self._grammars = cache(lambda name: Grammars(fleet.models[name].tokenizer, self._ends(name, chat=True)))
 
     def served(self, name: object) -> Any:
@@ -67,21 +71,32 @@ class Preparation:
 
     def _prompts(self, asked: Asked, served: Any) -> list[tuple[int, ...]]:
         if asked.messages:
-            return [tuple(self._chat_prompt(asked, served))]
+            return [self._chat_prompt(asked, served)]
         try:
-            # of the model `encode` asks the config alone
             return [
-                tuple(encode(served, served.tokenizer, prompt)) if isinstance(prompt, str) else prompt
+                self._encoded(prompt, served, "prompt", special_tokens=True) if isinstance(prompt, str) else prompt
                 for prompt in asked.prompts
             ]
         except ConfigurationError as error:
             raise invalid("prompt", str(error)) from error
 
-    def _chat_prompt(self, asked: Asked, served: Any) -> list[int]:
+    def _encoded(self, text: str, served: Any, param: str, *, special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of ``text``; one that no tokens within the model's limit can spell is refused unread."""
+        limit, size = served.position_limit, len(text.encode())
+        if limit is not None and 0 < limit * self._longest(served.name) < size:
+            said = f"{size} bytes of text are more than the {limit} tokens that {served.name} reads can hold"
+            raise invalid(param, said, "context_length_exceeded")
+        # of the model `encode` asks the config alone
+        return tuple(encode(served, served.tokenizer, text, special_tokens))
+
+    def _chat_prompt(self, asked: Asked, served: Any) -> tuple[int, ...]:
         chat = self._chats.get(asked.model)
         if chat is None:
             raise Refusal(400, f"{asked.model} has no chat template: use /v1/completions", "model", "no_chat_template")
         source, tools = chat.template.source, asked.tools
+        for name in asked.template.keys() - chat.values:
+            said = f"the chat template of {asked.model} has no value {name!r}: leave it out"
+            raise unsupported("chat_template_kwargs", said)
         if tools.callable and form_of(source) is None:
             raise unsupported("tools", f"the chat template of {asked.model} asks for no calls of a form that is read")
         as_system = {"role": "system"} if "developer" not in source else {}
@@ -90,10 +105,10 @@ class Preparation:
         refusal = (f"the chat template of {asked.model} refuses these messages", "")
         options = dict(asked.template) | given | {"add_generation_prompt": True}
         try:
-            text, _ = chat.template.write(messages, refusal, limited=False, **options)
+            text, _ = chat.template.write(messages, refusal, options, limited=False)
         except ConfigurationError as error:
             raise invalid("messages", str(error)) from error
-        return served.tokenizer.encode(text, add_special_tokens=False).ids or encode(served, served.tokenizer, "")
+        return self._encoded(text, served, "messages", special_tokens=False)
 
     def _max_new_tokens(self, asked: Asked, served: Any, length: int) -> int:
         limit, most = served.position_limit, asked.max_tokens
@@ -153,5 +168,11 @@ class Preparation:
                 return None
             tagged = form_of(chat.template.source) == "tagged"
             return self._grammars(asked.model).calls(tools.callable, tagged=tagged, several=tools.several)
+        except Busy as error:
+            raise refused(error) from error
         except VBError as error:
             raise invalid("tools" if asked.schema is None else "response_format", str(error)) from error
+
+
+def _size(token: str) -> int:
+    return len(token.encode())

@@ -1,5 +1,6 @@
 """What a client is told instead of an answer, and the fields of a body that are read or refused one by one."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +49,27 @@ def number(
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
         most = f" to {high:g}" if math.isfinite(high) and high < 1 << 30 else " on"
         raise invalid(where + name, f"a {'whole ' * whole}number from {low:g}{most} is needed")
+    return value
+
+
+def parsed(text: str) -> Any:
+    """The value that ``text`` is as JSON. Raises ValueError, also for numbers that are not finite and for halves of
+    characters, which other programs would not read."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    def finite(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"the number {digits[:50]} is too large")
+        return value
+
+    try:
+        value = json.loads(text, parse_constant=refuse, parse_float=finite)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a pair of surrogates is no character
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
     return value
 
 

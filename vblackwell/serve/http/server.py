@@ -4,6 +4,7 @@ threads. Nothing of a request names a path or a hub id.
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
@@ -28,6 +29,7 @@ from vblackwell.serve.http.wire import Asked, Reply, event, read_chat, read_comp
 PAGE = Path(__file__).with_name("chat.html")
 # The page runs its own script and talks to this server alone.
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_log = logging.getLogger(__name__)
 STALLED_SECONDS = 60.0  # without a step, an engine that has work is not well
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -82,6 +84,8 @@ class Server:
             response = await handle(request)
         except Refusal as refusal:
             response = JSONResponse(refusal.body, refusal.status, refusal.headers)
+        except Exception as error:  # a fault of ours, which the client is told as such
+            response = JSONResponse(_failed(error).body, 500)
         self._metrics.answered(route, response.status_code)
         return response
 
@@ -193,6 +197,12 @@ class Server:
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
 
 
+def _failed(error: Exception) -> Refusal:
+    """What a client is told of an error that nobody expected; the log has where it came from."""
+    _log.error("a request failed", exc_info=error)
+    return Refusal(500, f"this server failed at the request: {type(error).__name__}; its log says more")
+
+
 @cache
 def _page() -> str:
     return PAGE.read_text(encoding="utf-8")
@@ -216,6 +226,8 @@ async def _events(reply: Reply, running: Running) -> AsyncIterator[str]:
             yield event(last)
     except Refusal as refusal:
         yield event(refusal.body)
+    except Exception as error:  # as in `_handled`, after the status was sent
+        yield event(_failed(error).body)
     yield "data: [DONE]\n\n"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from vblackwell.generate.sampling import Sampling
 from vblackwell.serve.http.answer import Answer, Chosen, Piece
 from vblackwell.serve.http.conversation import Tools, read_messages, read_tools
-from vblackwell.serve.http.refusal import invalid, number, only, typed, unsupported
+from vblackwell.serve.http.refusal import invalid, number, only, parsed, typed, unsupported
 from vblackwell.serve.request import MAX_BIASES
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH = 128, 4, 500  # of one request
@@ -70,17 +70,10 @@ _OWN = {
 
 def read_json(raw: bytes) -> dict[str, Any]:
     """The object that a body is; raises Refusal."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
     try:
-        body = json.loads(raw.decode(), parse_constant=refuse)
-        if b"\\u" in raw:
-            json.dumps(body, ensure_ascii=False).encode()  # half of a pair of surrogates is no character
-    except (ValueError, RecursionError) as error:
-        said = "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
-        raise invalid(None, f"the body is not JSON: {said}") from error
+        body = parsed(raw.decode())
+    except ValueError as error:
+        raise invalid(None, f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(body, dict):
         raise invalid(None, "the body is no JSON object")
     return body
