@@ -20,6 +20,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.serve.command import listen, read_keys
 from vblackwell.serve.http.refusal import Refusal
 
+JSON = {"Content-Type": "application/json"}
 MEMORY = ["--budget", "32MiB", "--device", "cpu"]
 
 
@@ -42,11 +43,18 @@ def test_a_server_answers_and_ends_cleanly(place: Any, folder: Path, number: int
     port = int(said(child.stdout, r"tiny, second at http://127.0.0.1:(\d+)/v1", child)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = json.dumps({"model": "second", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 1})
-    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/chat/completions", body, JSON)
     answer = json.loads(connection.getresponse().read())
-    connection.close()
     assert answer["usage"]["completion_tokens"] == 3
+    endless = {"messages": [{"role": "user", "content": "hi"}], "n": 60, "max_tokens": 900, "logit_bias": {"256": -100}}
+    connection.request("POST", "/v1/chat/completions", json.dumps({"model": "tiny", "stream": True} | endless), JSON)
+    stream = connection.getresponse()
+    stream.read(1)
     child.signal(number)
+    child.signal(signal.SIGTERM)
+    rest = stream.read().decode()
+    connection.close()
+    assert "the server is closing" in rest and rest.endswith("data: [DONE]\n\n")
     assert child.wait() == 0
     told = child.stderr.read_text(encoding="utf-8")
     assert "opening tiny" in told and "opened in" in told and "Traceback" not in told

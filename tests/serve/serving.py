@@ -82,6 +82,7 @@ class Serving:
     port: int
     engine: Engine
     server: Server
+    listener: Listener
 
     def until_idle(self, seconds: float = 30.0) -> None:
         """Waits until the engine has nothing to do."""
@@ -93,7 +94,11 @@ class Serving:
 
 @contextmanager
 def serving(
-    names: Mapping[str, tuple[int, int]] | None = None, *, chats: bool = True, **options: Any
+    names: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    chats: bool = True,
+    grace_seconds: float = 10.0,
+    **options: Any,
 ) -> Iterator[Serving]:
     """A server of random models, by name their seed and limit of positions; ``options`` of `Engine` and `Server`."""
     models = {name: byte_model(*of) for name, of in (names or {"tiny": (0, POSITIONS)}).items()}
@@ -104,12 +109,12 @@ def serving(
     engine = Engine(fleet, **{"cache_bytes": 4 << 20, **of_engine})
     server = Server(engine, fleet, talk, **options)
     socket = listen("127.0.0.1", 0)
-    listener = Listener(server, socket)
+    listener = Listener(server, socket, grace_seconds)
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()))
     thread.start()
     try:
         port = socket.getsockname()[1]
-        yield Serving(f"http://127.0.0.1:{port}", port, engine, server)
+        yield Serving(f"http://127.0.0.1:{port}", port, engine, server, listener)
     finally:
         listener.should_exit = True
         thread.join(60)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -75,6 +77,10 @@ def streaming(server: Serving, **fields: Any) -> socket.socket:
     while b"data: " not in made.recv(65536):
         pass
     return made
+
+
+def streaming_to_the_end(server: Serving, **fields: Any) -> str:
+    return ask(server, BODY | {"stream": True} | fields)[2]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -212,6 +218,37 @@ def test_a_full_queue_answers_429_and_when_to_try_again(server: Serving):
         else:
             assert len(body["choices"]) == 3
     server.until_idle()
+
+
+@pytest.mark.parametrize(("grace", "signals"), [(0.3, 1), (60.0, 2)])
+def test_a_server_that_closes_says_so_to_whoever_is_cut_off(grace: float, signals: int):
+    """When the time is over, or at once with a second signal of any kind."""
+    found = list[tuple[int, dict[str, str], Any]]()
+    with serving(grace_seconds=grace) as server, ThreadPoolExecutor() as pool:
+        streams = [pool.submit(streaming_to_the_end, server, n=4, max_tokens=900) for _ in range(2)]
+        whole = pool.submit(lambda: found.append(ask(server, BODY | {"n": 4, "max_tokens": 900})))
+        while server.engine.state().models["tiny"].running < 12:
+            time.sleep(0.01)
+        for each in (signal.SIGINT, signal.SIGTERM)[:signals]:
+            server.listener.handle_exit(each, None)
+        begun = time.monotonic()
+        for stream in streams:
+            *_, error, end, rest = stream.result().split("\n\n")
+            assert end.startswith("data: [DONE]") and "the server is closing" in error, (end, rest)
+        whole.result()
+        ((status, _, body),) = found
+        assert status == 503 and body["error"]["type"] == "server_error"
+        assert time.monotonic() - begun < 5
+
+
+def test_what_is_written_while_a_server_closes_may_end():
+    with serving() as server, ThreadPoolExecutor() as pool:
+        stream = pool.submit(streaming_to_the_end, server, max_tokens=100)
+        while not server.engine.state().models["tiny"].running:
+            time.sleep(0.01)
+        server.listener.handle_exit(signal.SIGINT, None)
+        text = stream.result()
+    assert "[DONE]" in text and '"finish_reason":"length"' in text and "error" not in text
 
 
 def test_an_answer_that_takes_too_long_is_ended():

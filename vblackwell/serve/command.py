@@ -1,12 +1,13 @@
 """``vb serve``: listens, opens models, answers, and ends cleanly."""
 
 import asyncio
+import math
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ except ImportError as error:
     raise Unsupported(f"vb serve needs {error.name}: pip install 'vblackwell[serve]'") from error
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LAST_WORDS_SECONDS = 5  # for clients to take what was written when the engine has closed
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,9 +59,9 @@ def read_keys(path: str | None, flag: str) -> list[str]:
 
 class Listener(uvicorn.Server):
     """HTTP on ``listening``, until SIGINT or SIGTERM; then ``server`` takes nothing new, and what is being written may
-    end."""
+    end within ``grace_seconds``, or at once where a second signal comes."""
 
-    def __init__(self, server: Server, listening: socket.socket) -> None:
+    def __init__(self, server: Server, listening: socket.socket, grace_seconds: float = CLOSING_SECONDS) -> None:
         super().__init__(
             uvicorn.Config(
                 server.app,
@@ -66,32 +69,47 @@ class Listener(uvicorn.Server):
                 http="h11",
                 ws="none",
                 lifespan="off",
-                log_level="error",
+                log_level="critical",  # the server itself logs what fails in it
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=CLOSING_SECONDS,
+                # clients that do not read hear nothing of the end, and are not waited for longer
+                timeout_graceful_shutdown=math.ceil(grace_seconds) + LAST_WORDS_SECONDS,
             )
         )
-        self._server, self._listening = server, listening
+        self._server, self._listening, self._grace_seconds = server, listening, grace_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().serve(sockets or [self._listening])
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """A second signal ends what is being written."""
-        self._server.closing = True
-        super().handle_exit(sig, frame)
+        """The engine ends the texts, so that clients hear why; it is waited for in a thread."""
+        if not self.should_exit:
+            self.should_exit = True
+            self._server.close(self._grace_seconds)
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # the loop may have ended
+                self._loop.call_soon_threadsafe(self._server.cancel)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As the parent's, but that a signal which ended the server is not raised again."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
+        """As the parent's, but that a signal which ended the server is not raised again, and that the handlers stay:
+        models are given back after the last answer. See `signals_kept`."""
+        if threading.current_thread() is threading.main_thread():
+            for each in SIGNALS:
+                signal.signal(each, self.handle_exit)
+        yield
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """The handlers of SIGINT and SIGTERM are afterwards what they were."""
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
             for each, handler in before.items():
                 signal.signal(each, handler)
 
@@ -114,6 +132,7 @@ def serve_command(
     if not local and not keys:
         raise ConfigurationError(f"--host {host} serves whoever reaches this machine: give --api-key-file as well")
     with ExitStack() as cleanup:
+        cleanup.enter_context(signals_kept())
         listening = cleanup.enter_context(listen(host, port))
         pinned = [name.strip() for name in (pin or "").split(",") if name.strip()]
         ready = cleanup.enter_context(opened(models, budget, host_memory, device, pinned, keep_alive))

@@ -5,12 +5,14 @@ threads. Nothing of a request names a path or a hub id.
 import asyncio
 import hmac
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from fastapi import FastAPI, Request
 from starlette.concurrency import run_in_threadpool
@@ -56,7 +58,7 @@ class Server:
         self._engine, self._fleet, self._prepare = engine, fleet, Preparation(fleet, chats)
         self._keys, self._admin_keys, self._hosts = tuple(api_keys), tuple(admin_keys), hosts
         self._limits, self._metrics, self._created = limits or Limits(), Metrics(), int(time.time())
-        self.closing = False
+        self.closing, self._running = False, WeakSet[Running]()
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         routes: list[tuple[str, str, Handler]] = [
             ("/", "GET", self._page),
@@ -74,6 +76,16 @@ class Server:
             route: Any = _Route(partial(self._handled, path, handle))
             self.app.add_route(path, route, methods=[method])
         self.app.add_exception_handler(HTTPException, _no_route)
+
+    def close(self, grace_seconds: float) -> None:
+        """Take no new request; the texts that are being written end, within so many seconds. Returns at once."""
+        self.closing = True
+        threading.Thread(target=self._engine.close, args=(grace_seconds,), daemon=True).start()
+
+    def cancel(self) -> None:
+        """End them now. In the loop of HTTP."""
+        for running in [*self._running]:
+            running.cancel()
 
     # -- what every request passes -------------------------------------------------------------------------------------
 
@@ -140,6 +152,7 @@ class Server:
         raw = await self._body(request)
         asked, answers = await run_in_threadpool(self._prepare, read, raw)
         running, reply = Running(self._engine, answers, self._limits, self._metrics), Reply(asked)
+        self._running.add(running)
         running.start()
         if asked.stream:
             return _Events(_events(reply, running), running)
