@@ -124,6 +124,26 @@ def test_a_conversation_in_a_terminal(folder: Path, monkeypatch: Any, capsys: An
     assert out and "Ctrl-C" in told
 
 
+def test_a_word_after_a_slash_is_a_command(folder: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/bogus\n"))
+    assert main(["chat", str(folder), "--max-new-tokens", "4", *MEMORY]) == 0
+    out, told = capsys.readouterr()
+    assert not out and "no such command: /bogus" in told
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_of_a_model_do_not_reach_a_terminal(
+    folder: Path, monkeypatch: Any, capsys: Any, is_terminal: bool
+):
+    evil = "\x1b]52;c;eA==\x07\r\x9b2J\x7f \té\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("vblackwell.serve.chat.Conversation._listen", lambda talk, _: talk._show(evil) or evil)
+    assert main(["chat", str(folder), *MEMORY]) == 0
+    plain = r"\x1b]52;c;eA==\x07\x0d\x9b2J\x7f" + " \té\n"
+    assert capsys.readouterr().out == (plain if is_terminal else evil) + "\n"
+
+
 def test_an_answer_is_stopped_and_the_conversation_goes_on(folder: Path, monkeypatch: Any):
     from vblackwell.serve.chat import Conversation
     from vblackwell.serve.opened import opened

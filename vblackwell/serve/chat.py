@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,13 @@ from vblackwell.serve.opened import Opened, opened
 from vblackwell.serve.request import Done, Event
 
 HELP = "Enter sends, Ctrl-C stops an answer, /clear begins anew, /quit or Ctrl-D ends."
+# Of C0 and C1: they move cursors, name windows and fill clipboards.
+_CONTROLS = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}
+
+
+def shown(text: str) -> str:
+    """``text`` as a terminal may have it: a model's control characters as their numbers, but newline and tab."""
+    return text.translate(_CONTROLS)
 
 
 class Conversation:
@@ -77,8 +85,10 @@ def chat_command(
 ) -> int:
     """Talks until /quit or the end of standard input; 0. Raises VBError."""
 
+    to_terminal = sys.stdout.isatty()
+
     def show(text: str) -> None:
-        print(text, end="", flush=True)
+        print(shown(text) if to_terminal else text, end="", flush=True)
 
     options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens, "seed": seed}
     is_terminal = sys.stdin.isatty()
@@ -107,6 +117,8 @@ def chat_command(
                 talk.clear()
             elif text == "/help":
                 print(HELP, file=sys.stderr)
+            elif re.fullmatch("/[a-z]+", text):
+                print(f"vb: no such command: {text}. {HELP}", file=sys.stderr)
             elif text:
                 try:
                     talk.say(text)
