@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from tests.serve.serving import Serving, serving
 from vblackwell.errors import VBError
+from vblackwell.serve.http import connection
 from vblackwell.serve.http.running import Limits
 from vblackwell.serve.http.wire import Reply
 
@@ -38,17 +39,17 @@ def ask(
     server: Serving, body: Any, path: str = "/v1/chat/completions", method: str = "POST", **headers: str
 ) -> tuple[int, dict[str, str], Any]:
     """Status, headers and body of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    asking = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        connection.request(method, path, raw, JSON | {name.replace("_", "-"): text for name, text in headers.items()})
-        response = connection.getresponse()
+        asking.request(method, path, raw, JSON | {name.replace("_", "-"): text for name, text in headers.items()})
+        response = asking.getresponse()
         text = response.read()
         given = {name.lower(): value for name, value in response.getheaders()}
         is_json = given.get("content-type", "").startswith("application/json")
         return response.status, given, json.loads(text) if is_json else text.decode()
     finally:
-        connection.close()
+        asking.close()
 
 
 def head(path: str = "/v1/chat/completions", *lines: str) -> bytes:
@@ -166,6 +167,65 @@ def test_a_page_of_another_site_does_not_reach_this_server(server: Serving):
     assert ask(server, {}, "/v1/models", "GET", Host="evil.example")[0] == 403
     for host in ("localhost", "127.0.0.1:8000", "LOCALHOST:1"):
         assert ask(server, {}, "/v1/models", "GET", Host=host)[0] == 200
+    before = requests_counted(server, 403, "none")
+    for path, method in (("/nothing", "GET"), ("/", "DELETE"), ("/v1/chat/completions/", "POST")):
+        assert ask(server, {}, path, method, Host="evil.example")[0] == 403
+    assert requests_counted(server, 403, "none") == before + 3
+
+
+def test_every_answer_is_counted(server: Serving):
+    """Paths that a client makes up do not become labels."""
+    before = [requests_counted(server, status, "none") for status in (404, 405)]
+    assert ask(server, {}, "/made/up", "GET")[0] == 404
+    assert ask(server, BODY, "/v1/chat/completions/")[0] == 404  # and no redirection by a name that the client says
+    assert ask(server, {}, "/", "DELETE")[0] == 405
+    after = [requests_counted(server, status, "none") for status in (404, 405)]
+    assert after == [before[0] + 2, before[1] + 1]
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+def is_closed(made: socket.socket) -> bool:
+    with suppress(ConnectionError):
+        return made.recv(1) == b""
+    return True
+
+
+def test_headers_that_do_not_come(server: Serving, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+    whole, begun = json.dumps(BODY).encode(), time.monotonic()
+    for before, text in ((b"", b""), (b"", b"POST / HTTP/1.1\r\nHost: l"), (head("/health"), b"GET / HT")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=4) as made:
+            made.sendall(before.replace(b"POST", b"GET"))
+            while before and b"ok" not in made.recv(65536):
+                pass
+            made.sendall(text)
+            assert is_closed(made)
+    assert time.monotonic() - begun < 4
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as made:  # a body has a time of its own
+        made.sendall(head("/v1/chat/completions", f"Content-Length: {len(whole)}", "Connection: close"))
+        time.sleep(0.35)
+        made.sendall(whole)
+        assert made.recv(12) == b"HTTP/1.1 200"
+
+
+def test_more_connections_than_may_be_open_are_closed(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 4)
+    with ExitStack() as cleanup:
+        made = [
+            cleanup.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=4)) for _ in range(8)
+        ]
+        made[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert made[0].recv(12) == b"HTTP/1.1 200"
+        assert all(is_closed(each) for each in made[4:])
+    begun = time.monotonic()
+    while len(server.listener.server_state.connections) > 0:
+        assert time.monotonic() - begun < 5
+        time.sleep(0.01)
+    assert ask(server, BODY)[0] == 200 and not caplog.records
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -285,9 +345,9 @@ def test_an_error_that_nobody_expected(
     assert ask(server, BODY)[0] == 200
 
 
-def requests_counted(server: Serving, status: int) -> int:
+def requests_counted(server: Serving, status: int, route: str = "/v1/chat/completions") -> int:
     text = ask(server, {}, "/metrics", "GET")[2]
-    line = f'vb_requests_total{{route="/v1/chat/completions",status="{status}"}} '
+    line = f'vb_requests_total{{route="{route}",status="{status}"}} '
     return next((int(each.removeprefix(line)) for each in text.splitlines() if each.startswith(line)), 0)
 
 

@@ -19,6 +19,7 @@ from vblackwell.serve.opened import CLOSING_SECONDS, opened
 try:
     import uvicorn
 
+    from vblackwell.serve.http.connection import Connection
     from vblackwell.serve.http.server import Server
 except ImportError as error:
     raise Unsupported(f"vb serve needs {error.name}: pip install 'vblackwell[serve]'") from error
@@ -66,7 +67,7 @@ class Listener(uvicorn.Server):
             uvicorn.Config(
                 server.app,
                 loop="asyncio",
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_level="critical",  # the server itself logs what fails in it

@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vblackwell.errors import VBError
 from vblackwell.serve.http.metrics import Metrics
@@ -59,7 +59,7 @@ class Server:
         self._keys, self._admin_keys, self._hosts = tuple(api_keys), tuple(admin_keys), hosts
         self._limits, self._metrics, self._created = limits or Limits(), Metrics(), int(time.time())
         self.closing, self._running = False, WeakSet[Running]()
-        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         routes: list[tuple[str, str, Handler]] = [
             ("/", "GET", self._page),
             ("/health", "GET", self._health),
@@ -76,6 +76,8 @@ class Server:
             route: Any = _Route(partial(self._handled, path, handle))
             self.app.add_route(path, route, methods=[method])
         self.app.add_exception_handler(HTTPException, _no_route)
+        around: Any = partial(_Watched, check=self._check_host, answered=self._metrics.answered)
+        self.app.add_middleware(around)
 
     def close(self, grace_seconds: float) -> None:
         """Take no new request; the texts that are being written end, within so many seconds. Returns at once."""
@@ -91,15 +93,13 @@ class Server:
 
     async def _handled(self, route: str, handle: Handler, request: Request) -> Response:
         """The response of ``handle``, or what is said of its Refusal."""
+        request.state.route = route
         try:
-            self._check_host(request)
-            response = await handle(request)
+            return await handle(request)
         except Refusal as refusal:
-            response = JSONResponse(refusal.body, refusal.status, refusal.headers)
+            return JSONResponse(refusal.body, refusal.status, refusal.headers)
         except Exception as error:  # a fault of ours, which the client is told as such
-            response = JSONResponse(_failed(error).body, 500)
-        self._metrics.answered(route, response.status_code)
-        return response
+            return JSONResponse(_failed(error).body, 500)
 
     def _check_host(self, request: Request) -> None:
         host = request.headers.get("host", "").lower()
@@ -273,6 +273,30 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) ->
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class _Watched:
+    """Around ``app``: each request passes ``check``, and each answer is told to ``answered``, those without a route as
+    well."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Request], None], answered: Callable[[str, int], None]) -> None:
+        self._app, self._check, self._answered = app, check, answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        request.state.route = "none"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answered(request.state.route, message["status"])
+            await send(message)
+
+        try:
+            self._check(request)
+        except Refusal as refusal:
+            await JSONResponse(refusal.body, refusal.status)(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
 
 
 class _Route:
