@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.serve.serving import write_folder
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError
 from vblackwell.serve.command import listen, read_keys
 from vblackwell.serve.http.refusal import Refusal
+from vblackwell.serve.opened import opened
 
 JSON = {"Content-Type": "application/json"}
 MEMORY = ["--budget", "32MiB", "--device", "cpu"]
@@ -114,6 +117,20 @@ def test_an_address_of_the_other_kind():
         pytest.skip("no ::1 here")
     with made:
         assert made.family == socket.AF_INET6
+
+
+def test_an_adapter_may_have_a_chat_template_of_its_own(folder: Path, tmp_path: Path):
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder), "r": 2,
+        "lora_alpha": 2, "target_modules": ["q_proj"], "bias": "none", "lora_dropout": 0.0}  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (2, 32), "B": (32, 2)}
+    save_file({name.format(layer, each): torch.zeros(shapes[each]) for layer in range(2) for each in "AB"},
+        tmp_path / "adapter_model.safetensors")  # fmt: skip
+    own = "{% for message in messages %}Own: {{ message.content }}<|end|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(own)
+    with opened([f"own={tmp_path}"], "32MiB", None, "cpu") as ready:
+        assert ready.chats["own"].template.source == own
 
 
 def test_a_conversation_in_a_terminal(folder: Path, monkeypatch: Any, capsys: Any):

@@ -79,7 +79,7 @@ def opened(
         cleanup.callback(fleet.close)
         chats = dict[str, Chat]()
         for name, served in fleet.models.items():
-            template = None if served.folder is None else stored_template(served.folder)
+            template = None if served.folder is None else stored_template(served.folder, served.adapter)
             if template is not None and served.tokenizer is not None:
                 chats[name] = Chat.of(template, served.tokenizer)
         engine = Engine(fleet, cache_bytes=cache_bytes(fleet))
