@@ -173,6 +173,21 @@ def test_a_page_of_another_site_does_not_reach_this_server(server: Serving):
     assert requests_counted(server, 403, "none") == before + 3
 
 
+def test_a_body_that_is_compressed(server: Serving):
+    assert ask(server, BODY, Content_Encoding="gzip")[0] == 415
+    assert ask(server, BODY, Content_Encoding="identity")[0] == 200
+
+
+def test_tokens_of_clients_that_leave_are_counted(server: Serving):
+    def generated() -> int:
+        return int(ask(server, {}, "/metrics", "GET")[2].partition('kind="generated"} ')[2].split()[0])
+
+    before = generated()
+    streaming(server, max_tokens=900, n=2).close()
+    server.until_idle()
+    assert generated() > before
+
+
 def test_every_answer_is_counted(server: Serving):
     """Paths that a client makes up do not become labels."""
     before = [requests_counted(server, status, "none") for status in (404, 405)]

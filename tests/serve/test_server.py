@@ -233,8 +233,21 @@ def test_a_text_that_is_too_long_is_refused_and_never_cut(chat: Any, complete: A
 
 
 def test_a_token_that_the_model_does_not_have(complete: Any):
-    refused(complete, openai.BadRequestError, prompt=[5000])
-    refused(complete, openai.BadRequestError, logit_bias={"5000": 1})
+    assert refused(complete, openai.BadRequestError, prompt=[5000]).param == "prompt"
+    assert refused(complete, openai.BadRequestError, logit_bias={"5000": 1}).param == "logit_bias"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_off_does_not_become_text(chat: Any, stream: bool):
+    answer = chat(tools=TOOLS, tool_choice="required", max_tokens=6, stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer]
+        assert not any(choice.delta.content for choice in choices)
+        finish = choices[-1].finish_reason
+    else:
+        assert answer.choices[0].message.content is None
+        finish = answer.choices[0].finish_reason
+    assert finish == "length"
 
 
 # -- tools and structured output ---------------------------------------------------------------------------------------

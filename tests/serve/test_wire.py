@@ -63,6 +63,17 @@ def test_a_field_is_taken_with_the_value_that_asks_for_nothing(name: str):
         assert chat(**{name: value}) == chat()
 
 
+def test_best_of_may_be_as_many_as_are_shown():
+    assert completion(n=2, best_of=2) == completion(n=2)
+    assert refusal(completion, n=2, best_of=3) == (422, "best_of")
+
+
+def test_the_bound_that_was_hit_is_named():
+    for value, bound in ((1 << 63, str((1 << 63) - 1)), (-(1 << 64), str(-(1 << 63)))):
+        with pytest.raises(Refusal, match=f"seed: .*{bound}"):
+            chat(seed=value)
+
+
 def test_an_unknown_field_is_refused_even_as_null():
     assert refusal(chat, unheard=None) == (422, "unheard")
 

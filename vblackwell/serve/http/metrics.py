@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from threading import Lock
 
 from vblackwell.serve.request import Done, EngineState
 
@@ -13,6 +14,7 @@ class Metrics:
     """What was answered; what the engine does is asked of it."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._requests, self._tokens = Counter[tuple[str, int]](), Counter[str]()
         self._first, self._first_sum = [0] * (len(FIRST_TOKEN_SECONDS) + 1), 0.0
 
@@ -26,14 +28,16 @@ class Metrics:
         self._first_sum += seconds
 
     def count(self, done: Done) -> None:
-        """A text has ended."""
-        self._tokens += Counter(prompt=done.prompt_tokens, cached=done.cached_tokens, generated=done.new_tokens)
+        """A text has ended. In any thread."""
+        with self._lock:
+            self._tokens += Counter(prompt=done.prompt_tokens, cached=done.cached_tokens, generated=done.new_tokens)
 
     def lines(self, state: EngineState) -> Iterator[str]:
         """All of it."""
         requests = [((("route", route), ("status", code)), n) for (route, code), n in sorted(self._requests.items())]
         yield from _metric("requests_total", "counter", requests)
-        tokens = [((("kind", kind),), self._tokens[kind]) for kind in ("prompt", "cached", "generated")]
+        with self._lock:
+            tokens = [((("kind", kind),), self._tokens[kind]) for kind in ("prompt", "cached", "generated")]
         yield from _metric("tokens_total", "counter", tokens)
         yield from _metric("steps_total", "counter", [((), state.steps)])
         for name in ("running", "waiting"):

@@ -46,9 +46,12 @@ def number(
     value = given.get(name, default)
     if value is default:
         return value
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if is_number and value > high:
+        raise invalid(where + name, f"at most {high} is needed")
+    if not is_number or value < low:
         most = f" to {high:g}" if math.isfinite(high) and high < 1 << 30 else " on"
-        raise invalid(where + name, f"a {'whole ' * whole}number from {low:g}{most} is needed")
+        raise invalid(where + name, f"a {'whole ' * whole}number from {low}{most} is needed")
     return value
 
 

@@ -38,14 +38,14 @@ class Running:
         self._loop, self._begun = asyncio.get_running_loop(), time.monotonic()
         self._waits = True  # for the first new token
 
-    def start(self) -> None:
-        """Hand all texts to the engine, or none; raises Refusal."""
+    def start(self, prompt: str) -> None:
+        """Hand all texts to the engine, or none; raises Refusal. ``prompt``: the field that they are from."""
         try:
             for answer in self.answers:
                 self._numbers[answer.index] = self._submit(answer)
         except VBError as error:
             self.cancel()
-            raise refused(error) from error
+            raise refused(error, prompt) from error
 
     def _submit(self, answer: Answer) -> int:
         hear = partial(self._hear, answer)
@@ -59,7 +59,10 @@ class Running:
             return self._engine.submit(answer.request, hear)
 
     def _hear(self, answer: Answer, event: ask.Event) -> None:
-        """In the engine's thread. The loop is woken once for all that came since it last looked."""
+        """In the engine's thread. The loop is woken once for all that came since it last looked,
+        and may have gone on to other clients."""
+        if isinstance(event, ask.Done):
+            self._metrics.count(event)
         self._events.append((answer, event))
         if len(self._events) == 1:
             with suppress(RuntimeError):  # the loop may have ended
@@ -104,15 +107,14 @@ class Running:
         return piece
 
     def _end(self, answer: Answer, done: ask.Done) -> Piece:
-        self._metrics.count(done)
         if done.reason == "error" or (done.reason == "cancelled" and not answer.over):
             answer.done = done
             raise refused(done.error or ask.EngineClosed("the server is closing"))
         return answer.end(done)
 
 
-def refused(error: VBError) -> Refusal:
-    """What the client is told of an error of the engine."""
+def refused(error: VBError, prompt: str | None = None) -> Refusal:
+    """What the client is told of an error of the engine; ``prompt``: the field that the text is from."""
     match error:
         case ask.Busy():
             refusal = Refusal(429, str(error), code="queue_full")
@@ -121,11 +123,12 @@ def refused(error: VBError) -> Refusal:
         case ask.UnknownModel():
             return Refusal(404, str(error), "model", "model_not_found")
         case ask.RequestTooLong():
-            return Refusal(400, str(error), code="context_length_exceeded")
+            return Refusal(400, str(error), prompt, "context_length_exceeded")
         case ask.EngineClosed():
             return Refusal(503, str(error))
         case Unsupported():
             return Refusal(422, str(error), code="unsupported_parameter")
         case ConfigurationError():
-            return Refusal(400, str(error))
+            named = {"tokens": prompt, "logit_bias": "logit_bias"}  # which the engine's errors begin with
+            return Refusal(400, str(error), named.get(str(error).partition(":")[0]))
     return Refusal(500, str(error))

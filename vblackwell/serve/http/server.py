@@ -127,6 +127,9 @@ class Server:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another site cannot send unasked
             raise Refusal(415, "the header Content-Type: application/json is needed")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise Refusal(415, f"Content-Encoding {coding[:50]!r}: send the body as it is")
         if self.closing:
             raise Refusal(503, "the server is closing")
         most, body = self._limits.body_bytes, bytearray()
@@ -153,7 +156,7 @@ class Server:
         asked, answers = await run_in_threadpool(self._prepare, read, raw)
         running, reply = Running(self._engine, answers, self._limits, self._metrics), Reply(asked)
         self._running.add(running)
-        running.start()
+        running.start("messages" if asked.messages else "prompt")
         if asked.stream:
             return _Events(_events(reply, running), running)
         try:

@@ -83,6 +83,8 @@ def _fields(body: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """What was given, without what has no effect: null is as if left out."""
     for name, value in body.items():
         neutral = WITHOUT_EFFECT.get(name)
+        if name == "best_of" and type(value) is int and value == body.get("n"):
+            continue  # as many as are shown
         if name not in known and (neutral is None or not (value is None or value in neutral)):
             raise unsupported(
                 name[:100], "this server does not support it: leave it out; `vb docs serve` lists what it does"
@@ -219,7 +221,8 @@ class Reply:
             choice = {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
             return [self._chunk([choice])]
         deltas = [{"tool_calls": [_call_delta(call)]} for call in piece.calls]
-        deltas = ([{"content": piece.text}] if piece.text else []) + deltas
+        # where a call must come, text is the beginning of one that was cut off
+        deltas = ([{"content": piece.text}] if piece.text and not self._asked.tools.force else []) + deltas
         if not deltas and piece.chosen:
             deltas = [{}]
         told = [
@@ -240,7 +243,8 @@ class Reply:
         return self._head | {"choices": choices, "usage": usage(answers)}
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        text = "".join(piece.text for piece in pieces)
+        forced = bool(self._asked.tools.force)
+        text = "" if forced else "".join(piece.text for piece in pieces)
         chosen = [each for piece in pieces for each in piece.chosen]
         end = {"index": index, "logprobs": self._logprobs(chosen), "finish_reason": pieces[-1].finish}
         if not self._chat:
@@ -250,7 +254,7 @@ class Reply:
             if part.name is not None:
                 calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
             calls[part.index]["function"]["arguments"] += part.arguments
-        message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message = {"role": "assistant", "content": text or (None if calls or forced else ""), "refusal": None}
         return {"message": message | ({"tool_calls": calls} if calls else {})} | end
 
     def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
