@@ -433,6 +433,7 @@ def test_the_page_needs_nothing_from_elsewhere(server: Serving):
     status, headers, text = ask(server, {}, "/", "GET")
     assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
     assert "http://" not in text and "https://" not in text and "src=" not in text and "innerHTML" not in text
+    assert "text.value = content" in text and "begins anew" in text  # after an error
 
 
 # -- any body ----------------------------------------------------------------------------------------------------------
