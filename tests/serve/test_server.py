@@ -368,7 +368,10 @@ def test_a_schema_that_is_not_compiled(chat: Any, schema: Any):
 def test_patterns_that_do_not_meet_are_many(chat: Any):
     """And a schema that refers to itself is one like others."""
     pattern = {"type": "string", "pattern": "^[a-f]{2}$"}
-    properties = {f"p{place}": pattern for place in range(20)} | {"more": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
+    uuid = {"type": "string", "pattern": "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"}
+    properties = {f"p{place}": (pattern, uuid)[place % 2] for place in range(20)} | {
+        "more": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+    }
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert chat(response_format=form).choices[0].message.content

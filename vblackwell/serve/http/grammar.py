@@ -1,7 +1,6 @@
 """Answers that follow a JSON schema or call a tool: which tokens may come next. By llguidance, imported when used."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from threading import Lock
@@ -19,7 +18,7 @@ from vblackwell.serve.request import Busy
 # Between parts of JSON: small models write white space without end where they may.
 _SPACE = {"whitespace_pattern": "[ \\n\\r\\t]{1,40}"}
 MAX_DEPTH = 64  # of a schema
-MAX_PATTERN_LENGTH, MAX_REPEATS = 4000, 2000  # characters of all patterns, and the product of the counts of one
+MAX_PATTERN_LENGTH, MAX_WRITTEN_OUT = 4000, 5000  # characters of all patterns, and of one with its counts written out
 MAX_COMBINED = 3  # patterns of a schema that demands several at once, whose automata multiply
 COMPILE_SECONDS = 10.0  # that a schema waits for another that is compiled
 _REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment"}
@@ -111,12 +110,29 @@ def _check(schema: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"this schema is not supported: its patterns have {length} characters, more than {MAX_PATTERN_LENGTH}"
         )
-    for pattern in patterns:
-        counts = [max(map(int, re.findall("[0-9]+", braces))) for braces in re.findall(r"\{[0-9][0-9, ]*\}", pattern)]
-        if math.prod(max(count, 1) for count in counts) > MAX_REPEATS:
-            raise ConfigurationError(
-                f"this schema is not supported: a pattern repeats something more than {MAX_REPEATS} times"
-            )
+    if any(_written_out(pattern) > MAX_WRITTEN_OUT for pattern in patterns):
+        raise ConfigurationError(
+            f"this schema is not supported: a pattern, its counts written out, is longer than {MAX_WRITTEN_OUT}"
+        )
+
+
+def _written_out(pattern: str) -> int:
+    """About how many letters and classes a pattern has where each ``{n}`` is replaced by n copies."""
+    sizes, last = [0], 0  # of open groups, and of what a count would repeat
+    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\s*[0-9][0-9,\s]*\}|.", pattern, re.DOTALL):
+        if part == "(":
+            sizes.append(1)
+        elif part == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif part[0] == "{" and len(part) > 1:
+            times = max(1, *map(int, re.findall("[0-9]+", part)))
+            sizes[-1] += last * (times - 1)
+            last *= times
+        else:
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
 
 
 def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
