@@ -120,13 +120,23 @@ def test_an_address_of_the_other_kind():
 
 
 def test_an_adapter_may_have_a_chat_template_of_its_own(folder: Path, tmp_path: Path):
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder), "r": 2,
-        "lora_alpha": 2, "target_modules": ["q_proj"], "bias": "none", "lora_dropout": 0.0}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(folder),
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "lora_dropout": 0.0,
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     shapes = {"A": (2, 32), "B": (32, 2)}
-    save_file({name.format(layer, each): torch.zeros(shapes[each]) for layer in range(2) for each in "AB"},
-        tmp_path / "adapter_model.safetensors")  # fmt: skip
+    save_file(
+        {name.format(layer, each): torch.zeros(shapes[each]) for layer in range(2) for each in "AB"},
+        tmp_path / "adapter_model.safetensors",
+    )
     own = "{% for message in messages %}Own: {{ message.content }}<|end|>{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(own)
     with opened([f"own={tmp_path}"], "32MiB", None, "cpu") as ready:

@@ -1,14 +1,22 @@
 """Pages: who holds them, what is found in them again, and which goes first."""
 
 import random
+from typing import Any
 
 import pytest
+import torch
 
+from tests.serve.models import GREEDY, Residents, tiny
 from vblackwell.errors import ConfigurationError
 from vblackwell.serve import pages as pages_module
+from vblackwell.serve.draw import Drawing
+from vblackwell.serve.paged_model import PagedModel
 from vblackwell.serve.pages import PagePool
+from vblackwell.serve.request import Request
+from vblackwell.serve.scheduler import Scheduler, Text
 
 P = 4
+PROMPT = [3 + i % 50 for i in range(50)]
 
 
 def _fill(pool: PagePool, tokens: list[int], salt: str = "m") -> list[int]:
@@ -161,3 +169,101 @@ def test_random_texts_find_only_what_is_theirs_and_every_page_comes_back():
     for each in held:
         pool.give_up(each)
     assert pool.used == 0
+
+
+# -- who holds them: the scheduler ------------------------------------------------------------------------------------
+
+
+def scheduler_of(names: str, pages: int, **more: Any) -> Scheduler:
+    models = [PagedModel(served) for served in Residents({name: tiny("Llama") for name in names}).models.values()]
+    for model in models:
+        model.place(torch.zeros(pages * 16 * 256, dtype=torch.uint8), 16 * 256)
+    return Scheduler(models, PagePool(pages), **{"max_rows": 64, "max_running": 8, "turn_s": 2.0, **more})
+
+
+def text_of(number: int, tokens: list[int], model: str = "a", **more: Any) -> Text:
+    request = Request(model, tuple(tokens), 100, GREEDY, **more)
+    return Text(number, request, lambda event: None, list(tokens), Drawing(request))
+
+
+@pytest.mark.parametrize("load_s", [0.5, 10.0])
+@pytest.mark.parametrize("fails", [False, True])
+def test_loads_take_a_small_part_of_the_time(load_s: float, fails: bool):
+    """Of two models one fits: each switch loads for so long, and a pass takes 0.1 s. The clock is the test's."""
+    now, swaps = 0.0, 0
+    scheduler = scheduler_of("ab", 100, clock=lambda: now)
+    for number in range(40):
+        scheduler.add(text_of(number, [5, 6, 7], "ab"[number % 2]))
+    awake = ""
+    while swaps < 6:
+        for name, line in scheduler.lines.items():
+            line.model.served.state = "awake" if name == awake else "asleep"
+        found = scheduler.next_pass()
+        assert found is not None
+        swapped = found.line.name != awake
+        now += 0.1 + load_s * swapped
+        swaps, awake = swaps + swapped, found.line.name
+        if swapped and fails:
+            scheduler.remove(found.parts[0][0])  # the others go on
+            continue
+        scheduler.advance(found)
+        for text, _ in found.parts:
+            text.tokens.extend([7] * (not text.left))
+            if len(text.tokens) > 40:  # they never end, and hold few pages
+                del text.tokens[4:]
+                scheduler.preempt(text)
+    loads_s, turns_s = 5 * (load_s + 0.1), now - 6 * (load_s + 0.1)  # five turns, and a sixth's first pass
+    longest_s = max(2.0, 4 * (load_s + 0.1))
+    assert 5 * longest_s - 1e-6 <= turns_s <= 5 * (longest_s + 0.2)  # the last pass of a turn ends a little later
+    assert loads_s <= (loads_s + turns_s) / 5 + 1e-6  # rounding of sums of 0.1
+
+
+def compute(scheduler: Scheduler) -> list[Text]:
+    """A pass without the model, after which each text that can has one more token; its texts."""
+    found = scheduler.next_pass()
+    assert found is not None
+    scheduler.advance(found)
+    for text, _ in found.parts:
+        text.tokens.extend([7] * (not text.left))
+    return [text for text, _ in found.parts]
+
+
+def test_a_text_knows_which_pages_others_computed():
+    """They stay known where it fails."""
+    scheduler = scheduler_of("a", 40)
+    first = text_of(1, PROMPT)
+    scheduler.add(first)
+    compute(scheduler)
+    assert first.found == 0
+    second = text_of(2, [*PROMPT[:40], *range(60, 80)])
+    scheduler.add(second)
+    compute(scheduler)
+    assert second.found == 2 and second.pages[:2] == first.pages[:2] and second.known == 3
+    scheduler.pool.forget(second.pages[second.found :])
+    scheduler.remove(second)
+    assert second.found == 0 and scheduler.pool.find(first.tokens, 16, "a") == first.pages[:3]
+    assert len(scheduler.pool.find(second.tokens, 16, "a")) == 2
+    twins = [text_of(number, PROMPT[::-1][:20]) for number in (3, 4)]  # read in one pass: one page is kept
+    for twin in twins:
+        scheduler.add(twin)
+    assert set(compute(scheduler)) == {first, *twins}
+    assert [twin.found for twin in twins] == [0, 1] and twins[0].pages[0] == twins[1].pages[0]
+
+
+def test_a_text_that_waits_for_pages_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    """While too few pages are free for it, whatever became known since."""
+    scheduler, looks = scheduler_of("a", 20, max_rows=200), list[int]()
+    find = scheduler.pool.find
+    monkeypatch.setattr(scheduler.pool, "find", lambda tokens, *rest: looks.append(len(tokens)) or find(tokens, *rest))
+    old = [text_of(number, [number, *PROMPT] * 2) for number in (1, 2)]
+    last = text_of(3, [2, *PROMPT] * 2 + [*range(60, 90)] * 4)  # of 14 pages 6 are found, all held; 6 are free
+    for text in (*old, last):
+        scheduler.add(text)
+        compute(scheduler)
+    assert scheduler.lines["a"].running == old
+    for _ in range(15):
+        assert compute(scheduler) == old
+    assert looks.count(len(last.tokens)) == 1
+    scheduler.remove(old[0])
+    assert compute(scheduler) == [old[1], last] and looks.count(222) == 2
+    assert last.found == 6
