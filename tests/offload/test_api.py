@@ -104,7 +104,13 @@ def test_what_was_prepared_is_given_back():
     files, threads, resident = held()
     stacks = [run() for _ in range(4)]
     after = held()
-    assert after[:2] == (files, threads) and after[2] < resident + (16 << 20), (files, threads, resident, after)
+    # Threads that other tests left may end meanwhile.
+    assert after[0] == files and after[1] <= threads and after[2] < resident + (16 << 20), (
+        files,
+        threads,
+        resident,
+        after,
+    )
     assert not any(stack() for stack in stacks)
 
 
