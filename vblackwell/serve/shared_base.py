@@ -28,9 +28,6 @@ class ModelsOverOneBase(nn.Module):
         for number, model in enumerate(models):  # not a ModuleList, whose children would be layer groups
             self.add_module(f"model{number}", model)
 
-    def forward(self) -> None:
-        raise NotImplementedError("its children are called")
-
 
 def open_over_one_base(
     folder: Path,
