@@ -83,9 +83,8 @@ def test_a_student_with_a_small_card(on: Type):
     sizes = ("--fast-memory", "1MiB", "--host-memory", "64MiB")
     trained = on("train", "my-7b", "--data", "notes.txt", "--max-steps", "4", "--out", "mine", *sizes).text
     assert "chosen: " in trained and "step 4/4" in trained and "placement: streamed" in trained
-    assert on("generate", "--model", "mine", "--prompt", "the rain", "--max-new-tokens", "8").text.startswith(
-        "the rain"
-    )
+    written = on("generate", "--model", "mine", "--prompt", "the rain", "--max-new-tokens", "8").lines
+    assert any(line.startswith("the rain") for line in written)  # what hides a GPU is said before it
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 
 from tests.serve.models import KINDS, Residents, ask, tiny
 from vblackwell.generate.sampling import Sampling
+from vblackwell.offload.layout.generation import workspace_bytes
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.fleet import Fleet
 
@@ -37,6 +38,7 @@ def test_greedy_texts_are_those_of_transformers(kind: str):
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WORKSPACE = {"cpu": 0, "cuda": workspace_bytes(0)}  # of the budget: none is counted of an arena
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4}  # heads of 16, the least of the kernels
 
 
@@ -47,7 +49,8 @@ def test_models_that_take_turns_write_what_transformers_writes(device: str):
     expected = {kind: [generated(model, prompt, 12) for prompt in PROMPTS] for kind, model in models.items()}
     size = max(sum(param.nbytes for param in model.parameters()) for model in models.values())
     pages = 1 << 20
-    with Fleet.of_modules(models, budget=pages + 3 * size // 2, host_memory="64MiB", device=device) as fleet:
+    budget = pages + 3 * size // 2 + WORKSPACE[device]
+    with Fleet.of_modules(models, budget=budget, host_memory="64MiB", device=device) as fleet:
         engine = Engine(fleet, cache_bytes=pages, max_rows=48)
         try:
             answers = [(kind, place, ask(engine, PROMPTS[place], 12, kind)) for place in range(4) for kind in models]
@@ -68,7 +71,8 @@ def test_bits_are_those_of_each_request_alone_in_bf16(device: str):
         for place, prompt in enumerate(PROMPTS)
         for kind in models
     ]
-    with Fleet.of_modules(models, budget="8MiB", host_memory="64MiB", device=device) as fleet:
+    budget = (8 << 20) + WORKSPACE[device]
+    with Fleet.of_modules(models, budget=budget, host_memory="64MiB", device=device) as fleet:
         found = []
         for together in (False, True):
             engine = Engine(fleet, cache_bytes=1 << 20, max_rows=40)

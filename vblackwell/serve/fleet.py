@@ -255,7 +255,9 @@ class Fleet:
         if needed > free:
             said = [f"{format_bytes(pinned)} of pinned models"] if pinned else []
             said += [f"the largest layer group of model {largest.names[0]!r}"] if largest is not None else []
-            pages = f" next to {format_bytes(more_bytes)} of pages" if more_bytes else ""
+            others = {"pages": more_bytes, "workspace": self._workspace_bytes}
+            beside = [f"{format_bytes(size)} of {what}" for what, size in others.items() if size]
+            pages = f" next to {' and '.join(beside)}" if beside else ""
             raise InsufficientMemory(
                 f"weights need {format_bytes(needed)} of level 0 at once ({' and '.join(said)}), and the budget leaves "
                 f"{format_bytes(max(0, free))} for them{pages}: raise the budget, or pin fewer models",
