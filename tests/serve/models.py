@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,9 @@ class Resident:
 
     def touch(self) -> None:
         self.calls.append("touch")
+
+    def held(self) -> AbstractContextManager[int | None]:
+        return nullcontext(0)
 
     def wake(self) -> None:
         self.state = "awake"

@@ -43,22 +43,26 @@ def sample(logits_BV: Tensor, sampling: Sampling, seeds_B: Tensor | int, positio
 
 
 class Arrival:
-    """Tokens on their way to the host. What the device is given after this is not waited for by ``numbers``."""
+    """A tensor, tokens for example, on its way to the host. What the device is given after this is not waited for."""
 
-    def __init__(self, tokens_B: Tensor) -> None:
+    def __init__(self, given: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._tokens_B = tokens_B
-        if tokens_B.is_cuda:
-            self._tokens_B = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
-            self._tokens_B.copy_(tokens_B, non_blocking=True)
+        self._here = given
+        if given.is_cuda:
+            self._here = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+            self._here.copy_(given, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tokens_B.device))
+            self._event.record(torch.cuda.current_stream(given.device))
+
+    def tensor(self) -> Tensor:
+        """It, on the host, once it is here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._here
 
     def numbers(self) -> list[int]:
         """The tokens, once they are here; raises CorruptData where a row's logits were not finite."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers = self._tokens_B.tolist()
+        numbers = self.tensor().tolist()
         if min(numbers, default=0) < 0:
             raise CorruptData(
                 "the model's logits are not finite: its weights are damaged or overflow in this type; try fp32"

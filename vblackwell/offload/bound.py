@@ -70,6 +70,7 @@ class BoundWeights:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.wanted = False
+        self.times = 0  # that it was bound: what lies where it lay then is of one time
         self._callers = 0  # of forwards that are inside, of all threads
         self._plain = False  # whether no hook of a site is called
         self._taken: list[Slot] = []
@@ -137,6 +138,7 @@ class BoundWeights:
             for slot in self._taken:
                 slot.param.__class__ = slot.plain_class
             self._plain = True
+            self.times += 1
             engine.site_hooks.remove()
         except BaseException:
             self._end()

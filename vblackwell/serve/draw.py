@@ -2,20 +2,20 @@
 
 Every row is worked on alone or by operations on rows: a token does not depend on which others are drawn with it.
 Probabilities are of the model's own distribution; penalties, biases and grammar change what is drawn only. The host
-waits for the device once, for all that it wants to know of a pass; and for grammars, which live there.
+waits for the device once, for all that it wants to know of a pass, when it wants to; and for grammars, which live
+there.
 
 Legend: L rows, V vocabulary, K likeliest tokens.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import CorruptData, Unsupported, VBError
-from vblackwell.generate.sampling import Sampling
+from vblackwell.generate.sampling import Arrival, Sampling
 from vblackwell.kernels.pointwise.sampling import sample_tokens
 from vblackwell.serve.request import Request
 
@@ -62,17 +62,23 @@ class Drawing:
             self._counts_V[token] += 1
 
 
-@dataclass(frozen=True)
 class Drawn:
-    """Of each row: the token, -1 where there is none to draw; what its grammar raised; what its text wants told."""
+    """What was drawn: the token of each row, -1 where there is none to draw, on the device as ``tokens_L``; what rows'
+    grammars raised; and what texts want told, on its way."""
 
-    tokens: list[int]
-    errors: dict[int, Exception]
-    told: dict[int, Told]
+    def __init__(self, tokens_L: Tensor, errors: dict[int, Exception], told: dict[int, Tensor]) -> None:
+        self.tokens_L, self.errors, self._rows = tokens_L, errors, [*told]
+        self._coming = _Coming([tokens_L, *told.values()])
+
+    def arrive(self) -> tuple[list[int], dict[int, Told]]:
+        """Tokens of all rows, and what is told of some, once they are here."""
+        tokens, *numbers = self._coming.numbers()
+        return [int(token) for token in tokens], dict(zip(self._rows, map(_told, numbers), strict=True))
 
 
-def draw(logits_LV: Tensor, drawings: Sequence[Drawing]) -> Drawn:
-    """The next token of each row (L, V) fp32; a grammar's error is its row's alone."""
+def draw(logits_LV: Tensor, drawings: Sequence[Drawing], ahead: int = 0) -> Drawn:
+    """The next token of each row (L, V) fp32; a grammar's error is its row's alone. ``ahead``: tokens of each that are
+    drawn and not yet noted."""
     errors = dict[int, Exception]()
     changed_LV = logits_LV.clone() if any(each.changes_logits for each in drawings) else logits_LV
     for row, drawing in enumerate(drawings):
@@ -88,20 +94,19 @@ def draw(logits_LV: Tensor, drawings: Sequence[Drawing]) -> Drawn:
     for cut in (False, True):
         if rows := [row for row, drawing in enumerate(drawings) if _cuts(drawing.request.sampling) == cut]:
             if len(rows) == len(drawings):
-                tokens_L = _sample(changed_LV, drawings, cut)
+                tokens_L = _sample(changed_LV, drawings, cut, ahead)
                 break
             rows_L = on_device(rows, torch.int64, logits_LV.device)
-            tokens_L[rows_L] = _sample(changed_LV[rows_L], [drawings[row] for row in rows], cut)
+            tokens_L[rows_L] = _sample(changed_LV[rows_L], [drawings[row] for row in rows], cut, ahead)
     wanted = {row: count for row, drawing in enumerate(drawings) if (count := drawing.request.logprobs) is not None}
-    told = [_log_probabilities(logits_LV[row], tokens_L[row : row + 1], count) for row, count in wanted.items()]
-    tokens, *numbers = _on_host([tokens_L, *told])
-    return Drawn([int(token) for token in tokens], errors, dict(zip(wanted, map(_told, numbers), strict=True)))
+    told = {row: _log_probabilities(logits_LV[row], tokens_L[row : row + 1], count) for row, count in wanted.items()}
+    return Drawn(tokens_L, errors, told)
 
 
 def tell(logits_LV: Tensor, tokens: Sequence[int], count: int) -> list[Told]:
     """Of each row (L, V) fp32 the log probability of its token, and the ``count`` likeliest."""
     pairs = zip(logits_LV, on_device(tokens, torch.int64, logits_LV.device).split(1), strict=True)
-    return [_told(each) for each in _on_host(_log_probabilities(*pair, count) for pair in pairs)]
+    return [_told(each) for each in _Coming([_log_probabilities(*pair, count) for pair in pairs]).numbers()]
 
 
 def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -110,9 +115,9 @@ def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-def why_no_token(logits_V: Tensor) -> VBError:
-    """The error of a row of which nothing could be drawn."""
-    if bool((logits_V < float("inf")).all()):
+def why_no_token(logits_V: Tensor | None) -> VBError:
+    """The error of a row of which nothing could be drawn; None: of one that nothing has changed."""
+    if logits_V is not None and bool((logits_V < float("inf")).all()):
         return Unsupported("no token may follow: the grammar, or the biases, forbid every one; loosen them")
     return _not_finite()
 
@@ -133,10 +138,15 @@ def _log_probabilities(logits_V: Tensor, token_1: Tensor, count: int) -> Tensor:
     return torch.cat([each.double() for each in (logprobs_V.gather(0, token_1.clamp(min=0)), top_K, tokens_K)])
 
 
-def _on_host(tensors: Iterable[Tensor]) -> list[list[float]]:
-    """Their numbers, in one copy: float64 holds tokens and fp32 as they are."""
-    kept = list(tensors)
-    return [part.tolist() for part in torch.cat([each.double() for each in kept]).cpu().split([*map(len, kept)])]
+class _Coming:
+    """Tensors of one dimension on their way to the host, in one copy: float64 holds tokens and fp32 as they are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._lengths = [*map(len, tensors)]
+        self._arrival = Arrival(torch.cat([each.double() for each in tensors]))
+
+    def numbers(self) -> list[list[float]]:
+        return [part.tolist() for part in self._arrival.tensor().split(self._lengths)]
 
 
 def _told(numbers: list[float]) -> Told:
@@ -149,7 +159,7 @@ def _cuts(sampling: Sampling) -> bool:
     return (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
 
 
-def _sample(logits_LV: Tensor, drawings: Sequence[Drawing], cut: bool) -> Tensor:
+def _sample(logits_LV: Tensor, drawings: Sequence[Drawing], cut: bool, ahead: int) -> Tensor:
     count, device = len(drawings), logits_LV.device
     if device.type == "cpu":  # the last numbers of a tensor are not computed as the others: those of one row more
         logits_LV, drawings = torch.cat((logits_LV, logits_LV[-1:])), [*drawings, drawings[-1]]
@@ -160,5 +170,5 @@ def _sample(logits_LV: Tensor, drawings: Sequence[Drawing], cut: bool) -> Tensor
         options["top_p"] = on_device([each.top_p for each in settings], torch.float32, device)
         options["min_p"] = on_device([each.min_p for each in settings], torch.float32, device)
     seeds_L = on_device([drawing.request.seed for drawing in drawings], torch.int64, device)
-    positions_L = on_device([drawing.drawn for drawing in drawings], torch.int64, device)
+    positions_L = on_device([drawing.drawn + ahead for drawing in drawings], torch.int64, device)
     return sample_tokens(logits_LV, seeds_L, positions_L, **options)[:count]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,15 @@ CPU_ROWS, GPU_ROWS = 64, 512  # of a pass: a CPU is slow enough that fewer keep 
 IDLE_S = 0.5  # between two looks for work that nobody announces
 RETRY_S = (1.0, 60.0)  # least and most that a client is told to wait
 Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A pass that was launched: the texts that get a token of it, the tokens, and the logits that they are from."""
+
+    drawing: Sequence[Text]
+    drawn: Drawn | None
+    logits_LV: Tensor
 
 
 class Engine:
@@ -155,6 +165,7 @@ class Engine:
                     said = f"{each.name} has {count} requests: let them end first"
                     raise Busy(said, retry_after_s=self._interval_s)
             line.model.served.sleep()
+            line.model.forget()
 
         return self._order(sleep)
 
@@ -250,6 +261,8 @@ class Engine:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error or EngineClosed("the engine is closed"))
         self._texts.clear()
+        for line in self._scheduler.lines.values():
+            line.model.forget()
         if self._memory is not None:
             self._fleet.release(self._memory)
             self._memory = None
@@ -309,65 +322,99 @@ class Engine:
                 future.set_result(None)
 
     def _step(self, found: Pass) -> None:
-        model = found.line.model
-        shares = []
-        for text, count in found.parts:
-            read = text.tokens[text.computed : text.computed + count]
-            wanted = count if text.tells_prompt else int(count == text.left)
-            shares.append(Share(read, text.computed, text.pages, wanted))
-        with products_in_threads() if model.served.device.type == "cpu" else nullcontext():
-            self._run_pass(found, shares)
+        on_cpu = found.line.model.served.device.type == "cpu"
+        with products_in_threads() if on_cpu else nullcontext():
+            self._run_passes(found)
 
-    def _run_pass(self, found: Pass, shares: Sequence[Share]) -> None:
-        model = found.line.model
+    def _run_passes(self, found: Pass) -> None:
+        """A pass; and, where its tokens are all that the next one reads, that too before they are here, and so on."""
+        flight, until = self._attempt(found), time.monotonic() + IDLE_S
+        if flight is not None:
+            self._scheduler.advance(found)
+        while flight is not None:
+            called = self._incoming or self._cancelled or self._orders or self._closing_at is not None
+            following = None if called or time.monotonic() > until else self._scheduler.following(found)
+            coming = error = None
+            if following is not None:
+                try:
+                    coming = self._launch(following, flight)
+                except torch.AcceleratorError:
+                    raise
+                except Exception as raised:  # as in `_attempt`, once the tokens before it are told
+                    error = raised
+            self._land(flight)
+            if following is not None and error is None:
+                self._scheduler.advance(following)
+                found = following
+            elif error is not None:
+                self._failed(found, error)
+            self._last_step, flight = time.monotonic(), coming
+
+    def _attempt(self, found: Pass) -> "_Flight | None":
         try:
-            model.served.touch()
-            if model.paged:
-                logits_LV = model.logits(shares)
-            else:
-                text, _ = found.parts[0]
-                if text.step is None:
-                    text.step = model.step_of(len(text.tokens) + text.request.max_new_tokens)
-                logits_LV = text.step(shares[0].tokens)
-            drawing = list[Text]()
-            rows, at = list[int](), 0
-            for (text, count), share in zip(found.parts, shares, strict=True):
-                if text.tells_prompt and share.wanted:
-                    self._tell_prompt(text, logits_LV[at : at + share.wanted])
-                at += share.wanted
-                if count == text.left:
-                    drawing.append(text)
-                    rows.append(at - 1)
-            if rows != [*range(len(logits_LV))]:
-                logits_LV = logits_LV[on_device(rows, torch.int64, logits_LV.device)]
-            drawn = draw(logits_LV, [text.drawing for text in drawing]) if drawing else None
+            return self._launch(found, None)
         except torch.AcceleratorError:  # the device is lost, for all texts to come
             raise
         except Exception as error:  # a pass can fail in any way that a device, a disk or foreign code can
             self._failed(found, error)
-            return
-        self._scheduler.advance(found)
+            return None
+
+    def _launch(self, found: Pass, before: "_Flight | None") -> "_Flight":
+        """Run a pass and draw its tokens, which are on their way then; ``before`` has the tokens that it reads, where
+        they are not known yet."""
+        model, shares = found.line.model, list[Share]()
+        for text, count in found.parts:
+            read = text.tokens[text.computed : text.computed + count] if before is None else [0]
+            wanted = count if text.tells_prompt else int(before is not None or count == text.left)
+            shares.append(Share(read, text.computed, text.pages, wanted))
+        model.served.touch()
+        if before is not None:
+            logits_LV = model.logits(shares, before.drawn.tokens_L if before.drawn else None)
+        elif model.paged:
+            logits_LV = model.logits(shares)
+        else:
+            text, _ = found.parts[0]
+            if text.step is None:
+                text.step = model.step_of(len(text.tokens) + text.request.max_new_tokens)
+            logits_LV = text.step(shares[0].tokens)
+        drawing = list[Text]()
+        rows, at = list[int](), 0
+        for (text, count), share in zip(found.parts, shares, strict=True):
+            if text.tells_prompt and share.wanted:
+                self._tell_prompt(text, logits_LV[at : at + share.wanted])
+            at += share.wanted
+            if before is not None or count == text.left:
+                drawing.append(text)
+                rows.append(at - 1)
+        if rows != [*range(len(logits_LV))]:
+            logits_LV = logits_LV[on_device(rows, torch.int64, logits_LV.device)]
+        drawings = [text.drawing for text in drawing]
+        return _Flight(drawing, draw(logits_LV, drawings, int(before is not None)) if drawing else None, logits_LV)
+
+    def _land(self, flight: "_Flight") -> None:
+        """Wait for the tokens of a pass, and tell them."""
         self._steps += 1
-        if drawn is not None:
-            self._go_on(drawing, drawn, logits_LV)
+        if flight.drawn is None:
+            return
+        tokens, told = flight.drawn.arrive()
+        for row, (text, token) in enumerate(zip(flight.drawing, tokens, strict=True)):
+            if text.number not in self._texts:  # it ended since, or its listener raised
+                continue
+            if row in flight.drawn.errors or token < 0:
+                own_V = flight.logits_LV[row] if text.drawing.changes_logits else None
+                self._fail(text, flight.drawn.errors.get(row) or why_no_token(own_V))
+                continue
+            self._next(text, token, *told.get(row, (None, ())))
 
     def _failed(self, found: Pass, error: Exception) -> None:
-        if len(found.parts) > 1:
-            for text, _ in found.parts:
+        texts = [text for text, _ in found.parts if text.number in self._texts]
+        if len(texts) != 1:
+            for text in texts:
                 text.alone = True
             return
-        text, _ = found.parts[0]
+        (text,) = texts
         _log.warning("a request to %s failed", found.line.name, exc_info=error)
         self._fail(text, error)
-
-    def _go_on(self, drawing: Sequence[Text], drawn: Drawn, logits_LV: Tensor) -> None:
-        for row, (text, token) in enumerate(zip(drawing, drawn.tokens, strict=True)):
-            if text.number not in self._texts:  # its listener raised
-                continue
-            if row in drawn.errors or token < 0:
-                self._fail(text, drawn.errors.get(row) or why_no_token(logits_LV[row]))
-                continue
-            self._next(text, token, *drawn.told.get(row, (None, ())))
 
     def _next(self, text: Text, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> None:
         request = text.request

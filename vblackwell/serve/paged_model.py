@@ -11,7 +11,7 @@ width, V vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from vblackwell.serve.draw import on_device
 from vblackwell.serve.form import attending, configs_of, layers_of
 from vblackwell.serve.request import ServedModel
 from vblackwell.serve.row_tiles import RowTiles, tile_packed
+from vblackwell.serve.step_graphs import Kind, StepGraphs, kind_of
 
 CPU_TILE, GPU_TILE = 16, 64  # rows: a GPU reads weights for so many in the time of one
 LEAST_POSITIONS = 16  # of a page
@@ -64,6 +65,8 @@ class PagedModel:
         self._modules = [*served.module.modules()]
         self._configs = configs_of(served.module)
         self.positions = 0  # of a page
+        on_gpu = self.paged and served.device.type == "cuda"
+        self.graphs = StepGraphs(served.name) if on_gpu else None
         self._views: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -90,11 +93,29 @@ class PagedModel:
             self._views.append((keys, values))
             start += 2 * width
 
+    def is_one_launch(self, pages: Sequence[int]) -> bool:
+        """Whether a pass of a token of each text, with so many pages each, is one if their model stays awake."""
+        return self.graphs is not None and self.graphs.has(kind_of(len(pages), max(pages)))
+
     @torch.no_grad()
-    def logits(self, shares: Sequence[Share]) -> Tensor:
-        """The logits (L, V) fp32 of the rows that are wanted, text by text; keys and values of all are in the pages
-        then."""
-        rows = _Rows(self, shares)
+    def logits(self, shares: Sequence[Share], tokens_R: Tensor | None = None) -> Tensor:
+        """The logits (L, V) fp32 of the rows that are wanted, text by text, which the next call may overwrite; keys and
+        values of all are in the pages then. ``tokens_R``: on the device, instead of the one that each text has."""
+        count = sum(share.wanted for share in shares)
+        with self._evaluating(), self.served.held() as place:
+            if self.graphs is None or place is None or any(len(share.tokens) > 1 for share in shares):
+                lists, form = _lay_out(self, shares)
+                rows = _Rows(form, on_device(lists, torch.int64, self.served.device), self.positions)
+                if tokens_R is not None:
+                    rows.ids_1S[0, : len(tokens_R)] = tokens_R.clamp(min=0)
+                return self._compute(rows)[:count].float()
+            kind = kind_of(len(shares), max(len(share.pages) for share in shares))
+            lists, form = _lay_out(self, shares, kind)
+            numbers = on_device(lists, torch.int64, self.served.device)
+            compute = lambda given: self._compute(_Rows(form, given, self.positions))[: kind[0]].float()  # noqa: E731
+            return self.graphs.logits(place, kind, numbers, tokens_R, compute)[:count]
+
+    def _compute(self, rows: "_Rows") -> Tensor:
         calls = iter(self._views)
 
         def attend(
@@ -103,14 +124,19 @@ class PagedModel:
             pages = next(calls, None)
             if pages is None or mask is not None:
                 raise Unsupported(f"{self.served.name}: a layer attends otherwise than it did without weights")
-            q_SNH, k_SKH, v_SKH = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+            each = (x[0].transpose(0, 1) for x in (query, key, value))
+            q_SNH, k_SKH, v_SKH = (x if x.is_cuda else x.contiguous() for x in each)  # strides choose a CPU's kernels
             return rows.attend(q_SNH, k_SKH, v_SKH, *pages, options)[None]
 
         model: Any = self.served.module
-        with self._evaluating(), attending(self._configs, attend), RowTiles(self.tile):
+        with attending(self._configs, attend), RowTiles(self.tile):
             output = model(rows.ids_1S, position_ids=rows.positions_1S, use_cache=False, logits_to_keep=rows.wanted_L)
-        logits_LV = output.logits[0]
-        return logits_LV[: rows.count].float()
+        return output.logits[0]
+
+    def forget(self) -> None:
+        """Its weights are gone, or its pages."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """As `evaluating`, which goes through all modules, where some are in training."""
@@ -129,41 +155,62 @@ class PagedModel:
         return read
 
 
-class _Rows:
-    """The tensors of a pass."""
+class _Form(NamedTuple):
+    """What the tensors of a pass are for: rows in whole tiles, how many logits, requests, pages of the longest, and
+    most queries of a request."""
 
-    def __init__(self, model: PagedModel, shares: Sequence[Share]) -> None:
-        device, size = model.served.device, model.positions
-        ids, positions, slots = list[int](), list[int](), list[int]()
-        starts, wanted = [0], list[int]()
-        for share in shares:
-            ids.extend(share.tokens)
-            places = range(share.begin, share.end)
-            positions.extend(places)
-            slots.extend(share.pages[place // size] * size + place % size for place in places)
-            starts.append(len(ids))
-            wanted.extend(range(len(ids) - share.wanted, len(ids)))
-        self._real, self.count = len(ids), len(wanted)
-        filling = -len(ids) % model.tile
-        # Rows of no text stand at position 0, keep nothing and are looked at by nobody.
-        ids, positions, slots = ids + [0] * filling, positions + [0] * filling, slots + [-1] * filling
-        wanted += [0] * (-max(1, len(wanted)) % model.tile + (not wanted))
-        longest = max(len(share.pages) for share in shares)
-        table = [[*share.pages, *[0] * (longest - len(share.pages))] for share in shares]
-        lengths = [share.end for share in shares]
-        if device.type == "cpu":
-            table = [row for row, share in zip(table, shares, strict=True) for _ in share.tokens]
-            lengths = [place + 1 for share in shares for place in range(share.begin, share.end)]
-            starts = [*range(self._real + 1)]
-        self._max_q = max(end - begin for begin, end in zip(starts, starts[1:], strict=False))
-        # One copy to the device: each wait of the host for it would cost a pass its overlap.
-        lists = (ids, positions, slots, wanted, starts, lengths, [page for row in table for page in row])
-        packed = on_device([number for each in lists for number in each], torch.int64, device)
-        given = packed.split([len(each) for each in lists])
-        ids_S, positions_S, self._slots_S, self.wanted_L = given[:4]
+    rows: int
+    wanted: int
+    requests: int
+    pages: int
+    queries: int
+
+
+def _lay_out(model: PagedModel, shares: Sequence[Share], least: Kind = (1, 1)) -> tuple[list[int], _Form]:
+    """All numbers of a pass one after the other, as `_Rows` takes them apart, for at least so many texts and pages."""
+    size, on_cpu = model.positions, model.served.device.type == "cpu"
+    ids, positions, slots = list[int](), list[int](), list[int]()
+    starts, wanted = [0], list[int]()
+    for share in shares:
+        ids.extend(share.tokens)
+        places = range(share.begin, share.end)
+        positions.extend(places)
+        slots.extend(share.pages[place // size] * size + place % size for place in places)
+        starts.append(len(ids))
+        wanted.extend(range(len(ids) - share.wanted, len(ids)))
+    texts, width = least
+    width = max(width, *[len(share.pages) for share in shares])
+    real = len(ids)
+    filling = max(real, texts) - real
+    filling += -(real + filling) % model.tile
+    # Rows of no text stand at position 0, keep nothing and are looked at by nobody.
+    ids, positions, slots = ids + [0] * filling, positions + [0] * filling, slots + [-1] * filling
+    wanted += [0] * (-max(1, len(wanted), texts) % model.tile + max(1, len(wanted), texts) - len(wanted))
+    table = [[*share.pages, *[0] * (width - len(share.pages))] for share in shares]
+    lengths = [share.end for share in shares]
+    if on_cpu:
+        table = [row for row, share in zip(table, shares, strict=True) for _ in share.tokens]
+        lengths = [place + 1 for share in shares for place in range(share.begin, share.end)]
+        starts = [*range(real + 1)]
+    queries = max(end - begin for begin, end in zip(starts, starts[1:], strict=False))
+    missing = max(0, texts - len(lengths))  # texts of no query
+    starts, lengths = starts + [real] * missing, lengths + [0] * missing
+    cells = [page for row in table for page in row] + [0] * (missing * width)
+    lists = (ids, positions, slots, wanted, starts, lengths, cells)
+    # In one copy to the device: each wait of the host for it would cost a pass its overlap.
+    return [number for each in lists for number in each], _Form(len(ids), len(wanted), len(lengths), width, queries)
+
+
+class _Rows:
+    """The tensors of a pass of one form, from its ``numbers``; ``positions`` of a page."""
+
+    def __init__(self, form: _Form, numbers: Tensor, positions: int) -> None:
+        sizes = [form.rows] * 3 + [form.wanted, form.requests + 1, form.requests, form.requests * form.pages]
+        ids_S, positions_S, self._slots_S, self.wanted_L, *given = numbers.split(sizes)
         self.ids_1S, self.positions_1S = ids_S[None], positions_S[None]
-        self._starts, self._lengths, table_RP = (each.to(torch.int32) for each in given[4:])
-        self._table = table_RP.view(len(table), longest)
+        self._starts, self._lengths, table_RP = (each.to(torch.int32) for each in given)
+        self._table, self._max_q = table_RP.view(form.requests, form.pages), form.queries
+        self._of_no_text_S11 = (self._slots_S < 0)[:, None, None]
 
     def attend(
         self, q_SNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]
@@ -185,7 +232,7 @@ class _Rows:
             scale=options.get("scaling"),
             softcap=options.get("softcap"),
         )
-        out_SNH[self._real :] = 0  # what is left unwritten may be anything
+        out_SNH.masked_fill_(self._of_no_text_S11, 0)  # what is left unwritten may be anything
         return out_SNH[..., :width].to(q_SNH.dtype)
 
 

@@ -5,6 +5,7 @@ events: a ``Token`` for each new one, then one ``Done``. Legend: V vocabulary.
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -167,6 +168,8 @@ class ServedModel(Protocol):
     state: str  # asleep, loading or awake
 
     def touch(self) -> None: ...  # it is about to be used
+
+    def held(self) -> AbstractContextManager[int | None]: ...  # see `Served`
 
     def wake(self) -> None: ...
 

@@ -134,6 +134,30 @@ class Scheduler:
                 return Pass(line, parts)
         return None
 
+    def following(self, found: Pass) -> Pass | None:
+        """The pass after ``found``, which is advanced, before its tokens are known: they are all that it reads. None
+        where more is to be done than that, or has to be known first."""
+        line, texts = found.line, [text for text, _ in found.parts]
+        if not line.model.paged or line.waiting or len(texts) != len(line.running):
+            return None
+        if any(each is not line and (each.waiting or each.running) for each in self._turns):
+            return None
+        size = line.model.positions
+        for text in texts:
+            drawing = text.drawing
+            more = drawing.drawn + 1 < text.request.max_new_tokens and not drawing.changes_logits
+            if text not in line.running or text.left or not more:
+                return None
+        if not line.model.is_one_launch([text.computed // size + 1 for text in texts]):
+            return None
+        for text in texts:
+            if len(text.pages) * size <= text.computed:
+                page = self.pool.take()
+                if page is None:
+                    return None
+                text.pages.append(page)
+        return Pass(line, [(text, 1) for text in texts])
+
     def _begin_turn(self) -> None:
         """Called where no pass is under way: if the last one was the first of a turn, well or not, that begins now."""
         if self._switched_at is not None:
@@ -237,6 +261,8 @@ class Scheduler:
         self._begin_turn()
         size, name = done.line.model.positions, done.line.name
         for text, count in done.parts:
+            if text not in done.line.running:  # it ended when its token, which this pass read, was known
+                continue
             text.computed += count
             text.alone = False
             while done.line.model.paged and (text.known + 1) * size <= text.computed:

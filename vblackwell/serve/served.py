@@ -1,6 +1,7 @@
 """One model of a fleet, as engine and server see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,20 @@ class Served:
             self.weights.use()
             if not self.weights.engine.bound:
                 self.wake()
+
+    @contextmanager
+    def held(self) -> Iterator[int | None]:
+        """Inside, without gradients, weights that are on level 0 as a whole stay there: a number, another one each time
+        that they came; None where they come and go."""
+        if self.weights is None:
+            yield 0
+            return
+        bound = self.weights.engine.bound
+        bound.enter()
+        try:
+            yield bound.times if bound else None
+        finally:
+            bound.leave()
 
     def wake(self) -> None:
         """Start to load it, in the order of use; returns at once, and its forward runs after each group's arrival.
