@@ -1,5 +1,7 @@
 """The engine writes what transformers writes, alone and in a batch."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.offload.layout.generation import workspace_bytes
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.fleet import Fleet
+from vblackwell.serve.paged_model import PagedModel
+from vblackwell.serve.step_graphs import StepGraphs
 
 PROMPTS = ([5], [7, 8, 9], [3 + i % 40 for i in range(37)], [11 + i % 17 for i in range(70)])
 
@@ -82,6 +86,94 @@ def test_bits_are_those_of_each_request_alone_in_bf16(device: str):
                     answers.append(ask(engine, **request))
                     assert together or answers[-1].done
                 found.append([answer.told for answer in answers])
+            finally:
+                engine.close()
+        assert found[0] == found[1]
+
+
+class Ahead:
+    """Graphs as on a GPU, where without one passes run as they are; counts the passes that read tokens ahead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, init, logits = 0, PagedModel.__init__, PagedModel.logits
+
+        def made(model: PagedModel, served: Any) -> None:
+            init(model, served)
+            model.graphs = model.graphs or StepGraphs(served.name)
+
+        def counted(model: PagedModel, shares: Any, tokens_R: Any = None) -> torch.Tensor:
+            self.count += tokens_R is not None
+            return logits(model, shares, tokens_R)
+
+        monkeypatch.setattr(PagedModel, "__init__", made)
+        monkeypatch.setattr(PagedModel, "logits", counted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_passes_ahead_of_their_tokens_write_the_same(kind: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    """Texts of several lengths, one ended by its own token, one that draws, one that wants probabilities told."""
+    model = tiny(kind, **WIDE)
+    end = frozenset(generated(model, PROMPTS[2], 12)[9:10])
+    asked = [
+        {"tokens": PROMPTS[0], "count": 40},
+        {"tokens": PROMPTS[1], "count": 40, "seed": 3, "sampling": Sampling(1.0, top_k=20), "logprobs": 2},
+        {"tokens": PROMPTS[2], "count": 23, "end_tokens": end},
+        {"tokens": PROMPTS[3], "count": 31, "frequency_penalty": 0.5},
+    ]
+    found = []
+    for ahead in (False, True):
+        seen = Ahead(monkeypatch) if ahead else None
+        budget = (8 << 20) + WORKSPACE[device]
+        with Fleet.of_modules({"m": model}, budget=budget, host_memory="64MiB", device=device) as fleet:
+            engine = Engine(fleet, cache_bytes=1 << 20, max_rows=48)
+            try:
+                answers = [ask(engine, **request) for request in asked[:3]]
+                assert {answer.done.reason for answer in answers} == {"length", "stop"}
+                answers += [ask(engine, **request) for request in asked]
+                found.append([(answer.told, answer.done.reason) for answer in answers])
+                assert engine.state().pages_used == 0
+            finally:
+                engine.close()
+        if seen is not None:
+            assert seen.count > 20
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_many_texts_share_graphs_and_keep_their_bits():
+    """Sizes at which a GPU's libraries choose between kernels; two models, of which one fits next to the pages."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 4000, "max_position_embeddings": 2048}
+    models = {name: tiny("Llama", seed, **sizes).to(torch.bfloat16) for seed, name in enumerate("ab")}
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 400, (24,), generator=draw).tolist()
+    asked = [
+        {
+            "tokens": torch.randint(3, 4000, (length,), generator=draw).tolist(),
+            "count": 12 + place % 50,
+            "model": "ab"[place % 2],
+            "seed": place,
+            "logprobs": 1,
+            "sampling": Sampling(1.0),
+        }
+        for place, length in enumerate(lengths)
+    ]
+    size = max(sum(param.nbytes for param in model.parameters()) for model in models.values())
+    pages = 64 << 20
+    budget = pages + 3 * size // 2 + WORKSPACE["cuda"]
+    with Fleet.of_modules(models, budget=budget, host_memory="256MiB", device="cuda") as fleet:
+        found = []
+        for together in (False, True):
+            engine = Engine(fleet, cache_bytes=pages, max_rows=200, turn_s=0.05)
+            try:
+                answers = []
+                for request in asked:
+                    answers.append(ask(engine, **request))
+                    assert together or answers[-1].done
+                found.append([answer.told for answer in answers])
+                lines = engine._scheduler.lines.values()
+                assert all(line.model.graphs.count and not line.model.graphs.declined for line in lines)
             finally:
                 engine.close()
         assert found[0] == found[1]

@@ -28,6 +28,7 @@ from vblackwell.generate.adapters import trained_over
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.memory.pool import Reservation
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, restore_causal_lm
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.generation import workspace_bytes
@@ -37,6 +38,8 @@ from vblackwell.serve.sources import bytes_in_ram, check_names, folders_of, name
 from vblackwell.serve.weights import Weights
 from vblackwell.units import format_bytes
 
+# Operators on rows, fused on a GPU; not those with products, which compute in tiles (`row_tiles`).
+FUSED = ("norm", "activation", "gate", "rotary", "positions")
 IN_USE_S = 1.0  # until a model that is used beyond its time is looked at again
 Family = tuple[Path, str]  # a folder of weights, and how they are packed as they are opened
 
@@ -207,6 +210,9 @@ class Fleet:
         folder: Path | None = None,
         adapter: Path | None = None,
     ) -> None:
+        if self.stack.level0_device.type == "cuda" and not is_accelerated(module):
+            accelerate_causal_lm(module, modules=FUSED, loss=False)
+            self._undo.callback(restore_causal_lm, module)
         calls = self._make_room_for, self._hand_back
         self._models[name] = Served(name, module, weights, *calls, tokenizer, folder, adapter)
 

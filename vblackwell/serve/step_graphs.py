@@ -39,6 +39,10 @@ class StepGraphs:
         self._graphs = dict[Kind, tuple[Tensor, Captured[None]]]()
         self._outputs = dict[int, Tensor]()  # by number of texts
 
+    @property
+    def count(self) -> int:
+        return len(self._graphs)
+
     def has(self, kind: Kind) -> bool:
         """Whether the next pass of this kind is one launch, if weights stay where they are."""
         return kind in self._graphs

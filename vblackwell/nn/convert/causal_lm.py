@@ -14,7 +14,7 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,11 @@ _done = weakref.WeakKeyDictionary()
 
 
 def accelerate_causal_lm(
-    model: nn.Module, *, modules: bool = True, loss: bool | str = True, chunk_tokens: int | None = None
+    model: nn.Module,
+    *,
+    modules: bool | Collection[str] = True,
+    loss: bool | str = True,
+    chunk_tokens: int | None = None,
 ) -> Conversion:
     """Make ``model`` run with fused operators, in place; copies and pickles of it are plain.
 
@@ -135,21 +139,26 @@ def accelerate_causal_lm(
             over FP4, and let layers that transformers checkpoints compute their feed-forward in chunks of tokens; those
             that are Llama's but for biases and attention's mask, with ``sdpa`` and no dropout, are one operation in
             place of the checkpoint, and in a stream so are others that draw no numbers, have no experts and get enough
-            tokens for their weights: with gradients that cannot be differentiated once more.
+            tokens for their weights: with gradients that cannot be differentiated once more. Or only of some kinds, as
+            the conversion's rows call them.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
             output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
             only of a model in training; evaluation keeps logits, and computing with a training output's raises.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
-    Raises ConfigurationError where the model is accelerated already.
+    Raises ConfigurationError where the model is accelerated already, or a kind is unknown.
     """
+    wanted = [*KINDS] if modules is True else list(modules or ())
+    if unknown := [kind for kind in wanted if kind not in KINDS]:
+        raise ConfigurationError(f"modules {unknown[0]!r}: choose of {', '.join(KINDS)}")
     if model in _done:
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
     done, fused = Conversion(model, _undo=[lambda: restore_causal_lm(model)]), None
     swapped: list[nn.Module] = []
     answers = Answers()
     with torch.random.fork_rng(devices=[]):  # probes draw numbers
-        for (name, module), (kind, find) in itertools.product(model.named_modules() if modules else (), KINDS.items()):
+        for (name, module), kind in itertools.product(model.named_modules(), wanted):
+            find = KINDS[kind]
             found = answers.of(find, module) if kind in PROBED else find(module)
             if isinstance(found, str):
                 done.rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
