@@ -11,6 +11,7 @@ All calls but those that read come from the thread that runs the models, or betw
 
 import json
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -32,14 +33,16 @@ from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.generation import workspace_bytes
+from vblackwell.serve.row_tiles import join_linears
 from vblackwell.serve.served import Served
 from vblackwell.serve.shared_base import open_over_one_base
 from vblackwell.serve.sources import bytes_in_ram, check_names, folders_of, named, naming
 from vblackwell.serve.weights import Weights
 from vblackwell.units import format_bytes
 
-# Operators on rows, fused on a GPU; not those with products, which compute in tiles (`row_tiles`).
-FUSED = ("norm", "activation", "gate", "rotary", "positions")
+# Operators on rows, fused on a GPU; of those with products, which compute in tiles, one that calls its linears.
+FUSED = ("norm", "feed_forward", "activation", "gate", "rotary", "positions")
+KEPT_S = 1.0  # that freed memory stays ours, for who comes next
 IN_USE_S = 1.0  # until a model that is used beyond its time is looked at again
 Family = tuple[Path, str]  # a folder of weights, and how they are packed as they are opened
 
@@ -150,6 +153,7 @@ class Fleet:
         self.models: Mapping[str, Served] = MappingProxyType(self._models)
         self._reserved: dict[int, tuple[Tensor, Reservation]] = {}
         self._serial = 0
+        self._freed_at: float | None = None  # memory, which nobody else has been given yet
         self._undo = ExitStack()
         if keep_alive is not None and not 0 <= keep_alive < math.inf:
             self.close()
@@ -210,6 +214,9 @@ class Fleet:
         folder: Path | None = None,
         adapter: Path | None = None,
     ) -> None:
+        if weights is not None:
+            for linear in join_linears(module, weights.lie_together):
+                self._undo.callback(object.__setattr__, linear, "__class__", nn.Linear)
         if self.stack.level0_device.type == "cuda" and not is_accelerated(module):
             accelerate_causal_lm(module, modules=FUSED, loss=False)
             self._undo.callback(restore_causal_lm, module)
@@ -331,9 +338,12 @@ class Fleet:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def sleep_idle(self, busy: Collection[str] = ()) -> float | None:
-        """Let models fall asleep that were not used for ``keep_alive`` seconds, and hand their memory back to other
-        programs; not those that are ``busy``, by name, since when they are used. Seconds until the next one may; None
-        where none will, as long as nothing is used."""
+        """Let models fall asleep that were not used for ``keep_alive`` seconds; not those that are ``busy``, by name,
+        since when they are used. While none is, other programs get what was freed. Seconds until the next one may sleep;
+        None where none will, as long as nothing is used."""
+        if not busy and self._freed_at is not None and time.monotonic() - self._freed_at >= KEPT_S:
+            self._freed_at = None
+            torch.cuda.empty_cache()
         if self.keep_alive is None:
             return None
         waits, slept = list[float](), False
@@ -354,9 +364,10 @@ class Fleet:
         return min(waits, default=None)
 
     def _hand_back(self) -> None:
-        """Give other programs what level 0 has freed, and torch still keeps."""
+        """Let other programs have what level 0 has freed and torch still keeps, soon: it takes as long as the next
+        model's first layers."""
         if self.stack.level0_device.type == "cuda":
-            torch.cuda.empty_cache()
+            self._freed_at = time.monotonic()
 
     def close(self) -> None:
         """Give everything back; modules that were given are plain again. Idempotent."""

@@ -9,6 +9,7 @@ a decoder does with a row (norms, activations, rotations) does not see the other
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vblackwell.nn.convert.fused_modules import swap
+from vblackwell.nn.linear.one_input import is_plain, joined
 from vblackwell.nn.linear.packed_linear import PackedLinear
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -86,21 +89,65 @@ def tile_packed(model: nn.Module) -> None:
     """Let the packed linears of ``model``, whose kernels are no functions of torch, and adapters around them compute in
     tiles inside `RowTiles`; elsewhere they compute as before."""
     for module in model.modules():
-        kind, packed = type(module), (module, getattr(module, "base_layer", None))
-        if any(isinstance(each, PackedLinear) for each in packed) and not hasattr(kind, "computes_in_tiles"):
-            object.__setattr__(module, "__class__", _tiled(kind))
+        packed = (module, getattr(module, "base_layer", None))
+        if any(isinstance(each, PackedLinear) for each in packed) and not hasattr(type(module), "computes_in_tiles"):
+            swap(module, {"forward": _tiled(type(module).forward), "computes_in_tiles": True})
 
 
-def _tiled(kind: type) -> type:
-    if kind not in _made:
+@cache
+def _tiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def in_tiles_too(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        rows = _rows.get()
+        product = lambda part: forward(self, part, *args, **named)  # noqa: E731
+        return product(x) if rows is None else in_tiles(x, product, rows)
 
-        def forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
-            rows = _rows.get()
-            product = lambda part: kind.forward(self, part, *args, **named)  # noqa: E731
-            return product(x) if rows is None else in_tiles(x, product, rows)
-
-        _made[kind] = type(kind.__name__, (kind,), {"forward": forward, "computes_in_tiles": True})
-    return _made[kind]
+    return in_tiles_too
 
 
-_made: dict[type, type] = {}  # classes with `forward` in tiles
+# Of one input, as transformers calls them.
+_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def join_linears(model: nn.Module, lie_together: Callable[[list[nn.Parameter]], bool]) -> list[nn.Module]:
+    """Let linears of one input, without biases, whose weights ``lie_together`` whenever they are on their device, be
+    one product inside `RowTiles`: of few rows, narrow ones leave most of a GPU without work. The linears, whose class
+    is another one now (`plain_class`)."""
+    found = list[nn.Module]()
+    for module in model.modules():
+        for names in _OF_ONE_INPUT:
+            linears = [module._modules.get(name) for name in names]
+            plain: list[Any] = [each for each in linears if each is not None and is_plain(each)]
+            if len(plain) == len(names) and lie_together([each.weight for each in plain]):
+                joint = _Joint(plain)
+                for place, linear in enumerate(plain):
+                    linear.__dict__["_vb_joint"] = joint, place
+                    swap(linear, {"forward": _part_of_joint})
+                found += plain
+    return found
+
+
+class _Joint:
+    """Linears that are called one after the other with the same rows."""
+
+    def __init__(self, linears: list[Any]) -> None:
+        self._linears = linears
+        self._x: Tensor | None = None
+        self._parts: list[Tensor] = []
+
+    def part(self, place: int, x: Tensor) -> Tensor:
+        if self._x is not x:
+            weights = [linear.weight for linear in self._linears]
+            weight = joined(weights)
+            product = F.linear(x, torch.cat(weights) if weight is None else weight)
+            self._x, self._parts = x, [*product.split([len(each) for each in weights], -1)]
+        found = self._parts[place]
+        if place == len(self._parts) - 1:
+            self._x, self._parts = None, []
+        return found
+
+
+def _part_of_joint(self: Any, x: Tensor) -> Tensor:
+    if _rows.get() is None:
+        return F.linear(x, self.weight)
+    joint, place = self.__dict__["_vb_joint"]
+    return joint.part(place, x)

@@ -5,7 +5,10 @@ first forward already runs after those that it needs.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Literal
+
+from torch import Tensor
 
 from vblackwell.offload.engine import Offload
 from vblackwell.units import align_up
@@ -21,6 +24,7 @@ class Weights:
         self.engine, self.names = engine, names
         self.pinned = engine.budget.pinned = pinned
         self._alignment = engine.stack.levels[0].alignment
+        self._slots = {id(slot.param): slot for slot in engine.slots()}
         self._is_wanted = False  # since they last slept, or gave something up
         self._kept_at = 0.0
         engine.bound.want()
@@ -69,6 +73,15 @@ class Weights:
     def idle_s(self) -> float:
         """Seconds since a forward began, or `keep` was called."""
         return time.monotonic() - max(self.engine.budget.last_used, self._kept_at)
+
+    def lie_together(self, params: Sequence[Tensor]) -> bool:
+        """Whether these lie one after the other wherever they are on level 0."""
+        slots = [slot for param in params if (slot := self._slots.get(id(param))) is not None]
+        if len(slots) < len(params) or self.engine.is_sliced(slots[0].group):
+            return False
+        ends = [slot.offset + slot.num_elements * slot.dtype.itemsize for slot in slots]
+        neighbours = zip(ends, slots[1:], strict=False)
+        return all(slot.group is slots[0].group and slot.offset == end for end, slot in neighbours)
 
     def keep(self) -> None:
         """They are not idle, although no forward begins: nobody else's turn to give way changes."""

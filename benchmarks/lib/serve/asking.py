@@ -109,17 +109,17 @@ def steps_of(device: torch.device) -> Iterator[list[Step]]:
     """The passes that run inside; where the engine calls the model, its time is taken, on the GPU by events."""
     plain, steps = PagedModel.logits, list[Step]()
 
-    def timed(self: PagedModel, shares: Any) -> Any:
+    def timed(self: PagedModel, shares: Any, *ahead: Any) -> Any:
         rows = len(shares) if all(len(share.tokens) == 1 for share in shares) else 0
         began = time.perf_counter()
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            found = plain(self, shares)
+            found = plain(self, shares, *ahead)
             end.record()
             steps.append(Step(began, rows, lambda: start.elapsed_time(end) / 1e3))
         else:
-            found = plain(self, shares)
+            found = plain(self, shares, *ahead)
             seconds = time.perf_counter() - began
             steps.append(Step(began, rows, lambda: seconds))
         return found

@@ -89,7 +89,8 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
         joint = None if torch.is_grad_enabled() else joined(weights)
         if joint is not None:
             return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
-        return shared_input_linears(x, weights)
+        if torch.is_grad_enabled():  # else there is nothing to share
+            return shared_input_linears(x, weights)
     products = None if torch.is_grad_enabled() else joint_product(x, None, linears)
     if products is not None:
         return products
