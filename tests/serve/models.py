@@ -6,14 +6,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
 
 from vblackwell.generate.generate import position_limit
 from vblackwell.generate.sampling import Sampling
+from vblackwell.serve import paged_model
 from vblackwell.serve.engine import Engine
+from vblackwell.serve.paged_model import PagedModel
 from vblackwell.serve.request import Done, Event, Request, Token
+from vblackwell.serve.step_graphs import StepGraphs
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 96
@@ -129,3 +133,23 @@ def ask(engine: Engine, tokens: Iterable[int], count: int = 8, model: str = "m",
     request = Request(model, tuple(tokens), count, more.pop("sampling", GREEDY), **more)
     answer.number = engine.submit(request, answer)
     return answer
+
+
+class AsOnGpu:
+    """Larger tiles of prompts, and graphs, for which passes run as they are without a GPU; `count` is of the passes
+    that read tokens ahead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, init, logits = 0, PagedModel.__init__, PagedModel.logits
+
+        def made(model: PagedModel, served: Any) -> None:
+            init(model, served)
+            model.graphs = model.graphs or StepGraphs(served.name)
+
+        def counted(model: PagedModel, shares: Any, tokens_R: Tensor | None = None) -> Tensor:
+            self.count += tokens_R is not None
+            return logits(model, shares, tokens_R)
+
+        monkeypatch.setattr(paged_model, "CPU_PROMPT_TILE", 48)
+        monkeypatch.setattr(PagedModel, "__init__", made)
+        monkeypatch.setattr(PagedModel, "logits", counted)

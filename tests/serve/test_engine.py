@@ -1,17 +1,13 @@
 """The engine writes what transformers writes, alone and in a batch."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.serve.models import KINDS, Residents, ask, tiny
+from tests.serve.models import KINDS, AsOnGpu, Residents, ask, tiny
 from vblackwell.generate.sampling import Sampling
 from vblackwell.offload.layout.generation import workspace_bytes
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.fleet import Fleet
-from vblackwell.serve.paged_model import PagedModel
-from vblackwell.serve.step_graphs import StepGraphs
 
 PROMPTS = ([5], [7, 8, 9], [3 + i % 40 for i in range(37)], [11 + i % 17 for i in range(70)])
 
@@ -91,24 +87,6 @@ def test_bits_are_those_of_each_request_alone_in_bf16(device: str):
         assert found[0] == found[1]
 
 
-class Ahead:
-    """Graphs as on a GPU, where without one passes run as they are; counts the passes that read tokens ahead."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, init, logits = 0, PagedModel.__init__, PagedModel.logits
-
-        def made(model: PagedModel, served: Any) -> None:
-            init(model, served)
-            model.graphs = model.graphs or StepGraphs(served.name)
-
-        def counted(model: PagedModel, shares: Any, tokens_R: Any = None) -> torch.Tensor:
-            self.count += tokens_R is not None
-            return logits(model, shares, tokens_R)
-
-        monkeypatch.setattr(PagedModel, "__init__", made)
-        monkeypatch.setattr(PagedModel, "logits", counted)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_passes_ahead_of_their_tokens_write_the_same(kind: str, device: str, monkeypatch: pytest.MonkeyPatch):
@@ -123,7 +101,7 @@ def test_passes_ahead_of_their_tokens_write_the_same(kind: str, device: str, mon
     ]
     found = []
     for ahead in (False, True):
-        seen = Ahead(monkeypatch) if ahead else None
+        seen = AsOnGpu(monkeypatch) if ahead else None
         budget = (8 << 20) + WORKSPACE[device]
         with Fleet.of_modules({"m": model}, budget=budget, host_memory="64MiB", device=device) as fleet:
             engine = Engine(fleet, cache_bytes=1 << 20, max_rows=48)

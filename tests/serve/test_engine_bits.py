@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.serve.models import GREEDY, VOCABULARY, Answer, Residents, ask, tiny
+from tests.serve.models import GREEDY, VOCABULARY, Answer, AsOnGpu, Residents, ask, tiny
 from vblackwell.generate.sampling import Sampling
 from vblackwell.serve.engine import Engine
 
@@ -77,8 +77,13 @@ def alone(models: dict[str, Any], given: list[dict[str, Any]]) -> list[list[Any]
     return found
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True])
 @pytest.mark.parametrize("kinds", [("Llama", "Gemma2"), ("Mixtral",), ("GPT2", "Qwen3")])
-def test_answers_are_those_of_each_request_alone(kinds: tuple[str, ...]):
+def test_answers_are_those_of_each_request_alone(
+    kinds: tuple[str, ...], as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if as_on_gpu:
+        AsOnGpu(monkeypatch)
     torch.manual_seed(0)
     rng = random.Random(str(kinds))
     models = {kind: tiny(kind) for kind in kinds}

@@ -40,7 +40,7 @@ from vblackwell.serve.scheduler import Pass, Scheduler, Text
 
 _log = logging.getLogger(__name__)
 CACHE_BYTES = 256 << 20  # of keys and values, unless told
-CPU_ROWS, GPU_ROWS = 64, 512  # of a pass: a CPU is slow enough that fewer keep all texts moving
+CPU_ROWS, GPU_ROWS = 64, 1024  # of a pass: a CPU is slow enough that fewer keep all texts moving
 IDLE_S = 0.5  # between two looks for work that nobody announces
 RETRY_S = (1.0, 60.0)  # least and most that a client is told to wait
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -59,8 +59,8 @@ class Engine:
     """Answers requests for the models of ``fleet``; its thread runs until `close`.
 
     max_waiting: requests that have not begun; more are refused (Busy). max_running: texts of a model in one pass.
-    max_rows: tokens of a pass, by default 64 on a CPU and 512 on a GPU. cache_bytes: for keys and values of all models,
-    by default 256 MiB. turn_s: how long a model goes on while another, which would have to be loaded, waits.
+    max_rows: tokens of a pass, by default 64 on a CPU and 1024 on a GPU. cache_bytes: for keys and values of all
+    models, by default 256 MiB. turn_s: how long a model goes on while another, which would have to be loaded, waits.
 
     Raises ConfigurationError where a value is out of range or the bytes hold no page; what ``fleet.reserve`` raises.
     """
@@ -366,7 +366,7 @@ class Engine:
         for text, count in found.parts:
             read = text.tokens[text.computed : text.computed + count] if before is None else [0]
             wanted = count if text.tells_prompt else int(before is not None or count == text.left)
-            shares.append(Share(read, text.computed, text.pages, wanted))
+            shares.append(Share(read, text.computed, text.pages, wanted, found.of_prompts))
         model.served.touch()
         if before is not None:
             logits_LV = model.logits(shares, before.drawn.tokens_L if before.drawn else None)

@@ -339,8 +339,8 @@ class Fleet:
 
     def sleep_idle(self, busy: Collection[str] = ()) -> float | None:
         """Let models fall asleep that were not used for ``keep_alive`` seconds; not those that are ``busy``, by name,
-        since when they are used. While none is, other programs get what was freed. Seconds until the next one may sleep;
-        None where none will, as long as nothing is used."""
+        since when they are used. While none is, other programs get what was freed. Seconds until the next one may
+        sleep; None where none will, as long as nothing is used."""
         if not busy and self._freed_at is not None and time.monotonic() - self._freed_at >= KEPT_S:
             self._freed_at = None
             torch.cuda.empty_cache()

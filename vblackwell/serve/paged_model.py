@@ -1,8 +1,9 @@
 """One of transformers' causal models, called as it is, for tokens of many texts at once, with keys and values in pages.
 
 The tokens are one row (1, S) with their positions; S is filled up to whole tiles of rows (`row_tiles`), and nothing
-that a text gets depends on the others, on how it was cut into passes, or on what was computed again. On the CPU, where
-the plain attention's bits depend on how many queries a call has, each query is a request of its own for the kernel.
+that a text gets depends on the others, on how it was cut into passes, or on what was computed again. Tiles of prompts
+are larger than those of written tokens, which never share a pass with them, not even when they are read again. On the
+CPU, where the plain attention's bits depend on how many queries a call has, each query is a request of its own.
 
 Legend: S rows of a pass, R texts of a pass, L rows whose logits are wanted, P positions of a page, K key heads, H head
 width, V vocabulary.
@@ -29,7 +30,9 @@ from vblackwell.serve.request import ServedModel
 from vblackwell.serve.row_tiles import RowTiles, tile_packed
 from vblackwell.serve.step_graphs import Kind, StepGraphs, kind_of
 
-CPU_TILE, GPU_TILE = 16, 64  # rows: a GPU reads weights for so many in the time of one
+# Rows of a tile: a GPU reads weights for 64 in the time of one, and multiplies 256 in little more than that.
+CPU_TILE, GPU_TILE = 16, 64
+CPU_PROMPT_TILE, GPU_PROMPT_TILE = 16, 256
 LEAST_POSITIONS = 16  # of a page
 ALIGNMENT = 256  # bytes, of a block
 SEVERAL_PASSES = 2048  # tokens of a prompt that a model without pages reads at a time
@@ -38,12 +41,13 @@ SEVERAL_PASSES = 2048  # tokens of a prompt that a model without pages reads at 
 @dataclass(frozen=True)
 class Share:
     """What one text has of a pass: tokens at positions ``begin`` to ``end``, and the pages of all up to ``end``.
-    ``wanted``: of how many of its last rows the logits are given."""
+    ``wanted``: of how many of its last rows the logits are given. ``of_prompt``: of all of a pass, or of none."""
 
     tokens: Sequence[int]
     begin: int
     pages: Sequence[int]
     wanted: int
+    of_prompt: bool = False
 
     @property
     def end(self) -> int:
@@ -59,7 +63,8 @@ class PagedModel:
         widest = max((form.width for form in self.forms), default=0)
         if served.device.type == "cuda" and widest > WIDEST_HEAD:
             self.reason = f"its heads have {widest} numbers, and the kernels take {WIDEST_HEAD}"
-        self.tile = CPU_TILE if served.device.type == "cpu" else GPU_TILE
+        on_cpu = served.device.type == "cpu"
+        self.tile, self.prompt_tile = (CPU_TILE, CPU_PROMPT_TILE) if on_cpu else (GPU_TILE, GPU_PROMPT_TILE)
         if self.paged:
             tile_packed(served.module)
         self._modules = [*served.module.modules()]
@@ -101,9 +106,10 @@ class PagedModel:
     def logits(self, shares: Sequence[Share], tokens_R: Tensor | None = None) -> Tensor:
         """The logits (L, V) fp32 of the rows that are wanted, text by text, which the next call may overwrite; keys and
         values of all are in the pages then. ``tokens_R``: on the device, instead of the one that each text has."""
-        count = sum(share.wanted for share in shares)
+        count, of_prompt = sum(share.wanted for share in shares), shares[0].of_prompt
         with self._evaluating(), self.served.held() as place:
-            if self.graphs is None or place is None or any(len(share.tokens) > 1 for share in shares):
+            several = of_prompt or any(len(share.tokens) > 1 for share in shares)
+            if self.graphs is None or place is None or several:
                 lists, form = _lay_out(self, shares)
                 rows = _Rows(form, on_device(lists, torch.int64, self.served.device), self.positions)
                 if tokens_R is not None:
@@ -129,7 +135,7 @@ class PagedModel:
             return rows.attend(q_SNH, k_SKH, v_SKH, *pages, options)[None]
 
         model: Any = self.served.module
-        with attending(self._configs, attend), RowTiles(self.tile):
+        with attending(self._configs, attend), RowTiles(rows.tile):
             output = model(rows.ids_1S, position_ids=rows.positions_1S, use_cache=False, logits_to_keep=rows.wanted_L)
         return output.logits[0]
 
@@ -156,9 +162,10 @@ class PagedModel:
 
 
 class _Form(NamedTuple):
-    """What the tensors of a pass are for: rows in whole tiles, how many logits, requests, pages of the longest, and
-    most queries of a request."""
+    """What the tensors of a pass are for: rows of a tile, rows in whole tiles, how many logits, requests, pages of the
+    longest, and most queries of a request."""
 
+    tile: int
     rows: int
     wanted: int
     requests: int
@@ -169,6 +176,7 @@ class _Form(NamedTuple):
 def _lay_out(model: PagedModel, shares: Sequence[Share], least: Kind = (1, 1)) -> tuple[list[int], _Form]:
     """All numbers of a pass one after the other, as `_Rows` takes them apart, for at least so many texts and pages."""
     size, on_cpu = model.positions, model.served.device.type == "cpu"
+    tile = model.prompt_tile if shares[0].of_prompt else model.tile
     ids, positions, slots = list[int](), list[int](), list[int]()
     starts, wanted = [0], list[int]()
     for share in shares:
@@ -182,10 +190,11 @@ def _lay_out(model: PagedModel, shares: Sequence[Share], least: Kind = (1, 1)) -
     width = max(width, *[len(share.pages) for share in shares])
     real = len(ids)
     filling = max(real, texts) - real
-    filling += -(real + filling) % model.tile
+    filling += -(real + filling) % tile
     # Rows of no text stand at position 0, keep nothing and are looked at by nobody.
     ids, positions, slots = ids + [0] * filling, positions + [0] * filling, slots + [-1] * filling
-    wanted += [0] * (-max(1, len(wanted), texts) % model.tile + max(1, len(wanted), texts) - len(wanted))
+    told = max(1, len(wanted), texts)
+    wanted += [0] * (told + -told % tile - len(wanted))
     table = [[*share.pages, *[0] * (width - len(share.pages))] for share in shares]
     lengths = [share.end for share in shares]
     if on_cpu:
@@ -198,13 +207,15 @@ def _lay_out(model: PagedModel, shares: Sequence[Share], least: Kind = (1, 1)) -
     cells = [page for row in table for page in row] + [0] * (missing * width)
     lists = (ids, positions, slots, wanted, starts, lengths, cells)
     # In one copy to the device: each wait of the host for it would cost a pass its overlap.
-    return [number for each in lists for number in each], _Form(len(ids), len(wanted), len(lengths), width, queries)
+    form = _Form(tile, len(ids), len(wanted), len(lengths), width, queries)
+    return [number for each in lists for number in each], form
 
 
 class _Rows:
     """The tensors of a pass of one form, from its ``numbers``; ``positions`` of a page."""
 
     def __init__(self, form: _Form, numbers: Tensor, positions: int) -> None:
+        self.tile = form.tile
         sizes = [form.rows] * 3 + [form.wanted, form.requests + 1, form.requests, form.requests * form.pages]
         ids_S, positions_S, self._slots_S, self.wanted_L, *given = numbers.split(sizes)
         self.ids_1S, self.positions_1S = ids_S[None], positions_S[None]

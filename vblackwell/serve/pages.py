@@ -130,23 +130,29 @@ class PagePool:
         self.gained += 1
         return page
 
-    def find(self, tokens: Sequence[int], positions: int, salt: str) -> list[int]:
-        """Pages, of so many ``positions`` each, that hold the beginning of ``tokens``, not yet held for the caller. The
-        last token is never in them: its logits are wanted."""
+    def find(self, tokens: Sequence[int], positions: int, salt: str, prompt: int | None = None) -> list[int]:
+        """Pages, of so many ``positions`` each, that hold the beginning of ``tokens``, of which so many are ``prompt``
+        (None: all), not yet held for the caller. The last token is never in them: its logits are wanted."""
         found: list[int] = []
         key, serial = b"", 0
         for begin in range(0, len(tokens) - positions, positions):
-            part = tuple(tokens[begin : begin + positions])
-            key = _key(key, part, salt)
+            part, salted = tuple(tokens[begin : begin + positions]), salt_of(salt, begin + positions, prompt)
+            key = _key(key, part, salted)
             page = self._page_of.get(key)
             if page is None:
                 break
             known = self._known[page]
-            if not known.holds(part, serial, salt):  # a collision
+            if not known.holds(part, serial, salted):  # a collision
                 break
             serial = known.serial
             found.append(page)
         return found
+
+
+def salt_of(name: str, end: int, prompt: int | None) -> str:
+    """What tells a page up to position ``end`` from one of equal tokens and other bits: tokens of the model ``name``
+    are read otherwise behind a ``prompt`` of so many."""
+    return name if prompt is None or end <= prompt else f"{name}\0{prompt}"
 
 
 def _key(before: bytes, tokens: tuple[int, ...], salt: str) -> bytes:

@@ -1,10 +1,10 @@
 """Which texts have a share of the next pass, and who gives pages up where there are not enough.
 
-Within a model texts go first come, first served: those that wait for one more token have one row each, the rows left
-read prompts, in chunks, in the order of arrival. Models take turns. A text takes pages as it grows; where none is left
-the youngest text of all gives its pages up, and is computed again when there is room. So the oldest always goes on,
-and every text is once the oldest. New texts start only where the pages of all their tokens are free, and not before an
-older one that waits for pages. Only the engine's thread calls.
+Within a model texts go first come, first served: passes in which those that wait for one more token have one row each
+take turns with passes that read prompts, in chunks, in the order of arrival. Models take turns. A text takes pages as
+it grows; where none is left the youngest text of all gives its pages up, and is computed again when there is room. So
+the oldest always goes on, and every text is once the oldest. New texts start only where the pages of all their tokens
+are free, and not before an older one that waits for pages. Only the engine's thread calls.
 """
 
 import time
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vblackwell.serve.draw import Drawing
 from vblackwell.serve.paged_model import PagedModel
-from vblackwell.serve.pages import PagePool
+from vblackwell.serve.pages import PagePool, salt_of
 from vblackwell.serve.request import Event, Request
 
 PROMPT_ROWS_TOLD = 64  # rows of a pass whose logits are wanted all, (rows, vocabulary) each
@@ -53,6 +53,16 @@ class Text:
         return len(self.tokens) - self.computed
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether what it reads next is of its prompt."""
+        return self.computed < len(self.request.tokens)
+
+    @property
+    def left_alike(self) -> int:
+        """Of those left, how many one pass may read: tokens of the prompt, or those that were written."""
+        return (len(self.request.tokens) if self.reads_prompt else len(self.tokens)) - self.computed
+
+    @property
     def tells_prompt(self) -> bool:
         return self.request.prompt_logprobs and self.told < len(self.request.tokens)
 
@@ -64,18 +74,24 @@ class Line:
     model: PagedModel
     waiting: list[Text] = field(default_factory=list)
     running: list[Text] = field(default_factory=list)
+    read_prompts: bool = False  # in its last pass
 
     @property
     def name(self) -> str:
         return self.model.served.name
 
+    def prompt_of(self, text: Text) -> int | None:
+        """Tokens that are read otherwise than those behind them; None where all are read alike."""
+        return None if self.model.tile == self.model.prompt_tile else len(text.request.tokens)
+
 
 @dataclass(frozen=True)
 class Pass:
-    """Texts of one model and how many tokens each reads."""
+    """Texts of one model and how many tokens each reads, ``of_prompts`` or of those written."""
 
     line: Line
     parts: Sequence[tuple[Text, int]]
+    of_prompts: bool = False
 
 
 class Scheduler:
@@ -125,13 +141,13 @@ class Scheduler:
         """The next pass, its pages taken; None where there is nothing to do."""
         self._begin_turn()
         for line in self._in_turn():
-            parts = self._plan(line) if line.model.paged else self._plan_alone(line)
-            if parts:
+            found = self._plan(line) if line.model.paged else self._plan_alone(line)
+            if found.parts:
                 if line is not self._turns[-1]:
                     self._turns.remove(line)
                     self._turns.append(line)
                     self._switched_at = self._clock()
-                return Pass(line, parts)
+                return found
         return None
 
     def following(self, found: Pass) -> Pass | None:
@@ -174,24 +190,33 @@ class Scheduler:
             return [last, *busy[:-1]]
         return busy
 
-    def _plan(self, line: Line) -> list[tuple[Text, int]]:
+    def _plan(self, line: Line) -> Pass:
+        for prompts in (not line.read_prompts, line.read_prompts):
+            if parts := self._plan_alike(line, prompts):
+                line.read_prompts = prompts
+                return Pass(line, parts, prompts)
+        return Pass(line, [])
+
+    def _plan_alike(self, line: Line, prompts: bool) -> list[tuple[Text, int]]:
         parts = list[tuple[Text, int]]()
         alone = next((text for text in line.running if text.alone), None)
-        decoding = sum(text.left == 1 for text in line.running)
-        rows = self._max_rows - decoding  # left for prompts
+        rows = self._max_rows - sum(text.left == 1 and not prompts for text in line.running)
         for text in [*line.running] if alone is None else [alone]:
-            if text not in line.running:  # an older one took its pages
+            if text not in line.running or text.reads_prompt != prompts:  # an older one may have taken its pages
                 continue
-            count = 1 if text.left == 1 else min(text.left, rows, *self._rows_told(text))
+            single = text.left == 1 and not prompts
+            count = 1 if single else min(text.left_alike, rows, *self._rows_told(text))
             if count < 1 or not self._take_pages(text, text.computed + count):
                 continue
-            rows -= count if text.left > 1 else 0
+            rows -= 0 if single else count
             parts.append((text, count))
-        while alone is None and line.waiting and rows > 0 and len(line.running) < self._max_running:
+        while prompts and alone is None and line.waiting and rows > 0 and len(line.running) < self._max_running:
             text = line.waiting[0]
             if (text.alone and parts) or not self._begin(line, text):
                 break
-            count = min(text.left, rows, *self._rows_told(text))
+            if not text.reads_prompt:  # all of it was found
+                continue
+            count = min(text.left_alike, rows, *self._rows_told(text))
             taken = self._take_pages(text, text.computed + count)
             assert taken, "a text begins where the pages of all its tokens are free"
             rows -= count
@@ -204,10 +229,10 @@ class Scheduler:
     def _rows_told(text: Text) -> tuple[int, ...]:
         return (PROMPT_ROWS_TOLD,) if text.tells_prompt else ()
 
-    def _plan_alone(self, line: Line) -> list[tuple[Text, int]]:
+    def _plan_alone(self, line: Line) -> Pass:
         if not line.running and line.waiting:
             line.running.append(line.waiting.pop(0))
-        return [(text, text.left) for text in line.running]
+        return Pass(line, [(text, text.left) for text in line.running])
 
     def _kept_for_older(self, text: Text) -> int:
         """Pages of the first that waits for each other model, where it is older and only pages are missing."""
@@ -225,7 +250,7 @@ class Scheduler:
         if text.most_held is not None and needed - (text.most_held + pool.gained) > pool.free:
             return False  # without a look at all its tokens
         # Of a prompt that is told every row is wanted.
-        found = [] if text.tells_prompt else pool.find(text.tokens, size, line.name)
+        found = [] if text.tells_prompt else pool.find(text.tokens, size, line.name, line.prompt_of(text))
         held = pool.count_held(found)
         if needed - held > pool.free:
             text.most_held = held - pool.gained
@@ -259,7 +284,7 @@ class Scheduler:
     def advance(self, done: Pass) -> None:
         """A pass is computed: its tokens are read, and pages that are whole now may be found by others."""
         self._begin_turn()
-        size, name = done.line.model.positions, done.line.name
+        size = done.line.model.positions
         for text, count in done.parts:
             if text not in done.line.running:  # it ended when its token, which this pass read, was known
                 continue
@@ -268,7 +293,9 @@ class Scheduler:
             while done.line.model.paged and (text.known + 1) * size <= text.computed:
                 at = text.known
                 page, before = text.pages[at], text.pages[at - 1] if at else None
-                known = self.pool.tell(page, before, tuple(text.tokens[at * size : (at + 1) * size]), name)
+                end = (at + 1) * size
+                salt = salt_of(done.line.name, end, done.line.prompt_of(text))
+                known = self.pool.tell(page, before, tuple(text.tokens[at * size : end]), salt)
                 if known != page:  # of equal bits: one is enough
                     self.pool.hold(known)
                     self.pool.give_up([page])
