@@ -27,6 +27,7 @@ except ImportError as error:
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS_SECONDS = 5  # for clients to take what was written when the engine has closed
+SWITCH_S = 0.0005  # that HTTP may keep Python from the engine, whose steps take some ms
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -82,7 +83,12 @@ class Listener(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets or [self._listening])
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            await super().serve(sockets or [self._listening])
+        finally:
+            sys.setswitchinterval(interval)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """The engine ends the texts, so that clients hear why; it is waited for in a thread."""
