@@ -16,8 +16,8 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.serve import paged_model
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.paged_model import PagedModel
+from vblackwell.serve.pass_graphs import PassGraphs
 from vblackwell.serve.request import Done, Event, Request, Token
-from vblackwell.serve.step_graphs import StepGraphs
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 96
@@ -144,7 +144,7 @@ class AsOnGpu:
 
         def made(model: PagedModel, served: Any) -> None:
             init(model, served)
-            model.graphs = model.graphs or StepGraphs(served.name)
+            model.graphs = model.graphs or PassGraphs(served.name)
 
         def counted(model: PagedModel, shares: Any, tokens_R: Tensor | None = None) -> Tensor:
             self.count += tokens_R is not None

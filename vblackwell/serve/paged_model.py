@@ -12,8 +12,9 @@ width, V vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,14 +25,13 @@ from vblackwell.generate.steps import keeps_own_state
 from vblackwell.kernels.attention.op import WIDEST_HEAD
 from vblackwell.kernels.attention.paged import paged_attention, store_pages
 from vblackwell.nn.convert.assignment import evaluating
-from vblackwell.serve.draw import on_device
 from vblackwell.serve.form import attending, configs_of, layers_of
+from vblackwell.serve.pass_graphs import Form, PassGraphs
 from vblackwell.serve.request import ServedModel
-from vblackwell.serve.row_tiles import RowTiles, tile_packed
-from vblackwell.serve.step_graphs import Kind, StepGraphs, kind_of
+from vblackwell.serve.row_tiles import RowTiles, has_packed, tile_packed
 
-# Rows of a tile: a GPU reads weights for 64 in the time of one, and multiplies 256 in little more than that.
-CPU_TILE, GPU_TILE = 16, 64
+# Rows of a tile: a GPU reads weights for 64 in the time of one, packed ones for 16, and multiplies 256 in little more.
+CPU_TILE, GPU_TILE, GPU_PACKED_TILE = 16, 64, 16
 CPU_PROMPT_TILE, GPU_PROMPT_TILE = 16, 256
 LEAST_POSITIONS = 16  # of a page
 ALIGNMENT = 256  # bytes, of a block
@@ -63,15 +63,17 @@ class PagedModel:
         widest = max((form.width for form in self.forms), default=0)
         if served.device.type == "cuda" and widest > WIDEST_HEAD:
             self.reason = f"its heads have {widest} numbers, and the kernels take {WIDEST_HEAD}"
-        on_cpu = served.device.type == "cpu"
-        self.tile, self.prompt_tile = (CPU_TILE, CPU_PROMPT_TILE) if on_cpu else (GPU_TILE, GPU_PROMPT_TILE)
+        on_cpu, packed = served.device.type == "cpu", has_packed(served.module)
+        self.prompt_tile = CPU_PROMPT_TILE if on_cpu else GPU_PROMPT_TILE
+        self.tile = CPU_TILE if on_cpu else GPU_PACKED_TILE if packed else GPU_TILE  # rows of a pass are multiples
         if self.paged:
             tile_packed(served.module)
+        self._least = CPU_TILE if on_cpu else GPU_TILE  # rows that linears which are not packed compute
         self._modules = [*served.module.modules()]
         self._configs = configs_of(served.module)
         self.positions = 0  # of a page
         on_gpu = self.paged and served.device.type == "cuda"
-        self.graphs = StepGraphs(served.name) if on_gpu else None
+        self.graphs = PassGraphs(served.name) if on_gpu else None
         self._views: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -100,26 +102,65 @@ class PagedModel:
 
     def is_one_launch(self, pages: Sequence[int]) -> bool:
         """Whether a pass of a token of each text, with so many pages each, is one if their model stays awake."""
-        return self.graphs is not None and self.graphs.has(kind_of(len(pages), max(pages)))
+        texts = len(pages)
+        return self.graphs is not None and self.graphs.has(self._form(False, texts, texts, texts, max(pages), 1))
+
+    def _form(self, of_prompt: bool, rows: int, wanted: int, requests: int, pages: int, queries: int) -> Form:
+        tile = self.prompt_tile if of_prompt else self.tile
+        if self.graphs is not None:
+            requests, pages, queries = 1 << (requests - 1).bit_length(), _rounded(pages), min(queries, 2)
+            rows, wanted = max(rows, requests), max(wanted, requests)
+        several = wanted > requests
+        rows, wanted = (-(-max(1, count) // tile) * tile for count in (rows, wanted))
+        return Form(tile, rows, wanted, wanted if several else requests, requests, pages, queries)
 
     @torch.no_grad()
     def logits(self, shares: Sequence[Share], tokens_R: Tensor | None = None) -> Tensor:
         """The logits (L, V) fp32 of the rows that are wanted, text by text, which the next call may overwrite; keys and
         values of all are in the pages then. ``tokens_R``: on the device, instead of the one that each text has."""
-        count, of_prompt = sum(share.wanted for share in shares), shares[0].of_prompt
+        count, form, numbers = self._lay_out(shares)
         with self._evaluating(), self.served.held() as place:
-            several = of_prompt or any(len(share.tokens) > 1 for share in shares)
-            if self.graphs is None or place is None or several:
-                lists, form = _lay_out(self, shares)
-                rows = _Rows(form, on_device(lists, torch.int64, self.served.device), self.positions)
-                if tokens_R is not None:
-                    rows.ids_1S[0, : len(tokens_R)] = tokens_R.clamp(min=0)
-                return self._compute(rows)[:count].float()
-            kind = kind_of(len(shares), max(len(share.pages) for share in shares))
-            lists, form = _lay_out(self, shares, kind)
-            numbers = on_device(lists, torch.int64, self.served.device)
-            compute = lambda given: self._compute(_Rows(form, given, self.positions))[: kind[0]].float()  # noqa: E731
-            return self.graphs.logits(place, kind, numbers, tokens_R, compute)[:count]
+            if self.graphs is not None and place is not None:
+                compute = lambda given: self._compute(_Rows(form, given, self.positions))[: form.given].float()  # noqa: E731
+                return self.graphs.logits(place, form, numbers, self.served.device, tokens_R, compute)[:count]
+            rows = _Rows(form, numbers.to(self.served.device, non_blocking=True), self.positions)
+            if tokens_R is not None:
+                rows.ids_1S[0, : len(tokens_R)] = tokens_R.clamp(min=0)
+            return self._compute(rows)[:count].float()
+
+    def _lay_out(self, shares: Sequence[Share]) -> tuple[int, Form, Tensor]:
+        """How many logits are wanted, and all numbers of a pass on the host, as `_Rows` takes them: for one copy, as
+        each wait of the host would cost a pass its overlap."""
+        size, device = self.positions, self.served.device
+        ids, positions, slots = list[int](), list[int](), list[int]()
+        starts, wanted = [0], list[int]()
+        for share in shares:
+            ids.extend(share.tokens)
+            places = range(share.begin, share.end)
+            positions.extend(places)
+            slots.extend(share.pages[place // size] * size + place % size for place in places)
+            starts.append(len(ids))
+            wanted.extend(range(len(ids) - share.wanted, len(ids)))
+        pages, lengths = [share.pages for share in shares], [share.end for share in shares]
+        if device.type == "cpu":
+            pages = [share.pages for share in shares for _ in share.tokens]
+            lengths = [place + 1 for share in shares for place in range(share.begin, share.end)]
+            starts = [*range(len(ids) + 1)]
+        queries = max(end - begin for begin, end in zip(starts, starts[1:], strict=False))
+        form = self._form(shares[0].of_prompt, len(ids), len(wanted), len(pages), max(map(len, pages)), queries)
+        numbers = np.zeros(sum(form.sizes), np.int64)
+        ids_S, positions_S, slots_S, wanted_L, starts_R, lengths_R, table = np.split(
+            numbers, np.cumsum(form.sizes)[:-1]
+        )
+        # Rows of no text stand at position 0, keep nothing and are looked at by nobody; requests of none have no query.
+        slots_S[:], starts_R[:] = -1, len(ids)
+        for to, given in ((ids_S, ids), (positions_S, positions), (slots_S, slots), (wanted_L, wanted)):
+            to[: len(given)] = given
+        starts_R[: len(starts)], lengths_R[: len(lengths)] = starts, lengths
+        for row_P, held in zip(table.reshape(form.requests, form.pages), pages, strict=False):
+            row_P[: len(held)] = held
+        laid = torch.from_numpy(numbers)
+        return len(wanted), form, laid.pin_memory() if device.type == "cuda" else laid
 
     def _compute(self, rows: "_Rows") -> Tensor:
         calls = iter(self._views)
@@ -135,7 +176,7 @@ class PagedModel:
             return rows.attend(q_SNH, k_SKH, v_SKH, *pages, options)[None]
 
         model: Any = self.served.module
-        with attending(self._configs, attend), RowTiles(rows.tile):
+        with attending(self._configs, attend), RowTiles(max(rows.tile, self._least), rows.tile):
             output = model(rows.ids_1S, position_ids=rows.positions_1S, use_cache=False, logits_to_keep=rows.wanted_L)
         return output.logits[0]
 
@@ -161,63 +202,12 @@ class PagedModel:
         return read
 
 
-class _Form(NamedTuple):
-    """What the tensors of a pass are for: rows of a tile, rows in whole tiles, how many logits, requests, pages of the
-    longest, and most queries of a request."""
-
-    tile: int
-    rows: int
-    wanted: int
-    requests: int
-    pages: int
-    queries: int
-
-
-def _lay_out(model: PagedModel, shares: Sequence[Share], least: Kind = (1, 1)) -> tuple[list[int], _Form]:
-    """All numbers of a pass one after the other, as `_Rows` takes them apart, for at least so many texts and pages."""
-    size, on_cpu = model.positions, model.served.device.type == "cpu"
-    tile = model.prompt_tile if shares[0].of_prompt else model.tile
-    ids, positions, slots = list[int](), list[int](), list[int]()
-    starts, wanted = [0], list[int]()
-    for share in shares:
-        ids.extend(share.tokens)
-        places = range(share.begin, share.end)
-        positions.extend(places)
-        slots.extend(share.pages[place // size] * size + place % size for place in places)
-        starts.append(len(ids))
-        wanted.extend(range(len(ids) - share.wanted, len(ids)))
-    texts, width = least
-    width = max(width, *[len(share.pages) for share in shares])
-    real = len(ids)
-    filling = max(real, texts) - real
-    filling += -(real + filling) % tile
-    # Rows of no text stand at position 0, keep nothing and are looked at by nobody.
-    ids, positions, slots = ids + [0] * filling, positions + [0] * filling, slots + [-1] * filling
-    told = max(1, len(wanted), texts)
-    wanted += [0] * (told + -told % tile - len(wanted))
-    table = [[*share.pages, *[0] * (width - len(share.pages))] for share in shares]
-    lengths = [share.end for share in shares]
-    if on_cpu:
-        table = [row for row, share in zip(table, shares, strict=True) for _ in share.tokens]
-        lengths = [place + 1 for share in shares for place in range(share.begin, share.end)]
-        starts = [*range(real + 1)]
-    queries = max(end - begin for begin, end in zip(starts, starts[1:], strict=False))
-    missing = max(0, texts - len(lengths))  # texts of no query
-    starts, lengths = starts + [real] * missing, lengths + [0] * missing
-    cells = [page for row in table for page in row] + [0] * (missing * width)
-    lists = (ids, positions, slots, wanted, starts, lengths, cells)
-    # In one copy to the device: each wait of the host for it would cost a pass its overlap.
-    form = _Form(tile, len(ids), len(wanted), len(lengths), width, queries)
-    return [number for each in lists for number in each], form
-
-
 class _Rows:
     """The tensors of a pass of one form, from its ``numbers``; ``positions`` of a page."""
 
-    def __init__(self, form: _Form, numbers: Tensor, positions: int) -> None:
+    def __init__(self, form: Form, numbers: Tensor, positions: int) -> None:
         self.tile = form.tile
-        sizes = [form.rows] * 3 + [form.wanted, form.requests + 1, form.requests, form.requests * form.pages]
-        ids_S, positions_S, self._slots_S, self.wanted_L, *given = numbers.split(sizes)
+        ids_S, positions_S, self._slots_S, self.wanted_L, *given = numbers.split(form.sizes)
         self.ids_1S, self.positions_1S = ids_S[None], positions_S[None]
         self._starts, self._lengths, table_RP = (each.to(torch.int32) for each in given)
         self._table, self._max_q = table_RP.view(form.requests, form.pages), form.queries
@@ -245,6 +235,14 @@ class _Rows:
         )
         out_SNH.masked_fill_(self._of_no_text_S11, 0)  # what is left unwritten may be anything
         return out_SNH[..., :width].to(q_SNH.dtype)
+
+
+def _rounded(pages: int) -> int:
+    """Powers of four from 16 on."""
+    width = 16
+    while width < pages:
+        width *= 4
+    return width
 
 
 def block_bytes_of(models: Sequence[PagedModel]) -> int:

@@ -22,7 +22,7 @@ from vblackwell.nn.linear.one_input import is_plain, joined
 from vblackwell.nn.linear.packed_linear import PackedLinear
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-_rows: ContextVar[int | None] = ContextVar("rows of a tile", default=None)
+_rows: ContextVar[int | None] = ContextVar("rows of a tile of packed linears", default=None)
 _threads: ContextVar[int] = ContextVar("threads of a product", default=1)
 
 
@@ -57,14 +57,14 @@ def products_in_threads() -> Iterator[None]:
 
 
 class RowTiles(TorchFunctionMode):
-    """Inside, linears compute in tiles of ``rows``, in this thread."""
+    """Inside, linears compute in tiles of ``rows``, packed ones in tiles of ``packed``, in this thread."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, packed: int) -> None:
         super().__init__()
-        self._size = rows
+        self._size, self._packed = rows, packed
 
     def __enter__(self) -> "RowTiles":
-        self._before = _rows.set(self._size)
+        self._before = _rows.set(self._packed)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -83,6 +83,10 @@ class RowTiles(TorchFunctionMode):
         if func in PRODUCTS and len(args) == 2 and args[1].dim() == 2 and not kwargs:  # of adapters
             return in_tiles(args[0], lambda part: torch.matmul(part, args[1]), self._size)
         return func(*args, **kwargs)
+
+
+def has_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def tile_packed(model: nn.Module) -> None:
