@@ -44,6 +44,7 @@ from vblackwell.errors import VBError
 from vblackwell.machine.device import use_expandable_segments
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.fleet import Fleet
+from vblackwell.serve.paged_model import LEAST_POSITIONS
 from vblackwell.serve.request import Request
 from vblackwell.tools.quantize import quantize_folder
 from vblackwell.units import parse_bytes
@@ -225,12 +226,35 @@ class Run:
 
     def prefix(self, model: str) -> None:
         known, more = self.scaled(4096, 64), self.scaled(64, 4)
-        before = tokens(self.chosen, known, self.shape.vocab_size)
+        several = [tokens(self.chosen, known, self.shape.vocab_size) for _ in range(self.args.repeats + 1)]
         self.awake(model)
         missed = self.times(lambda: self.first_s(model, known + more))
-        hit = self.times(lambda: self.first_s(model, more, before))  # the first, which is left out, makes it known
-        note = f"{hit * 1e3:.1f} ms / {missed * 1e3:.1f} ms; pages do not sink to RAM"
-        self.add(Row("prefix", model, f"first token, {known} known over not known", hit / missed, "", 0.15, note=note))
+        what = f"first token, {known} known over not known"
+        hit = self.times(lambda: self.first_s(model, more, several[0]))  # the first, left out, makes it known
+        note = f"{hit * 1e3:.1f} ms / {missed * 1e3:.1f} ms"
+        self.add(Row("prefix", model, what, hit / missed, "", 0.15, note=note))
+        for before in several:
+            self.first_s(model, more, before)
+        # Level 0 is filled with others, so that these are in RAM; each is asked once, for it rises then.
+        state, pages = self.engine.state(), (known + more) // LEAST_POSITIONS  # whole ones, which stay
+        if state.pages_sunk_total < len(several) * pages:
+            raise VBError(f"RAM for {state.pages_sunk_total} pages is less than {len(several)} prompts take")
+        for _ in range(state.pages_total // pages + 1):
+            self.first_s(model, known + more)
+        asked = iter(several)
+        risen = -self._risen_bytes()
+        hit = self.times(lambda: self.first_s(model, more, next(asked)))
+        risen = (risen + self._risen_bytes()) / len(several) / state.page_bytes
+        if risen < known // LEAST_POSITIONS:
+            raise VBError(f"of {known // LEAST_POSITIONS} pages that are known {risen:.1f} came from RAM")
+        note = f"{hit * 1e3:.1f} ms / {missed * 1e3:.1f} ms; {risen * state.page_bytes / 1e6:.1f} MB"
+        self.add(Row("prefix", model, f"{what}, from RAM", hit / missed, "", 0.35, note=note))
+
+    def _risen_bytes(self) -> int:
+        """Of pages, and of weights that are loaded, from RAM to level 0."""
+        names = [level.name for level in self.fleet.stack.levels[1::-1]]
+        links = self.fleet.stack.get_stats()["links"]
+        return sum(each["bytes"] for each in links if [each["source"], each["destination"]] == names)
 
     def http(self, model: str) -> None:
         prompt, new, rows = self.scaled(64, 4), self.scaled(128, 12), 32

@@ -437,7 +437,7 @@ def _serve_flags(parser: Any) -> None:
 
 def _memory_of_models(add: Callable[..., Any]) -> None:
     add("--budget", type=str, help="GPU memory for weights and texts of all models, e.g. 12GiB. Default: what is free.")
-    add("--host-memory", type=str, help="RAM for weights; default: 7/8 of what is free.")
+    add("--host-memory", type=str, help="RAM for weights and what texts leave; default: 7/8 of what is free.")
     add("--device", type=str, default="auto", help=DEVICE)
 
 

@@ -40,7 +40,7 @@ def test_a_tiny_model_goes_through_all_sections(run_tiny, capsys):
     rows, written = run_tiny("--nvfp4 --arrivals")
     said = capsys.readouterr().out
     counts = {(section, model): 0 for section in ("swap", "first", "decode") for model in ("fp32", "nvfp4")}
-    counts |= {("prefix", "fp32"): 1, ("http", "fp32"): 2, ("throughput", "fp32"): 1, ("arrivals", "nvfp4"): 3}
+    counts |= {("prefix", "fp32"): 2, ("http", "fp32"): 2, ("throughput", "fp32"): 1, ("arrivals", "nvfp4"): 3}
     counts |= {("swap", "fp32"): 3, ("swap", "nvfp4"): 3, ("first", "fp32"): 2, ("first", "nvfp4"): 2}
     counts |= {("decode", "fp32"): 2, ("decode", "nvfp4"): 3}
     assert Counter((row.section, row.model) for row in rows) == counts, said
@@ -49,8 +49,9 @@ def test_a_tiny_model_goes_through_all_sections(run_tiny, capsys):
         assert row.value is None or (math.isfinite(row.value) and row.value >= 0), row
     assert [row.value for row in rows if row.what == "requests lost or starved"] == [0]
     assert all(row.value > 0 for row in rows if row.value is not None and row.what != "requests lost or starved")
-    known = next(row for row in rows if row.section == "prefix")
+    known, risen = (row for row in rows if row.section == "prefix")
     assert known.value < 0.7, "4 tokens are read in place of 260"
+    assert risen.what.endswith("from RAM") and "; 0.1 MB" in risen.note  # 16 pages of 8 KiB
     assert [row["what"] for row in written] == [row.what for row in rows] and written[0]["torch"]
     table = said[said.rindex("\n\n") :].strip().splitlines()
     assert len(table) == len(rows) + 2 <= 25

@@ -61,6 +61,7 @@ def test_a_server_answers_and_ends_cleanly(place: Any, folder: Path, number: int
     assert child.wait() == 0
     told = child.stderr.read_text(encoding="utf-8")
     assert "opening tiny" in told and "opened in" in told and "Traceback" not in told
+    assert re.search(r"keys and values: [\d.]+ MiB of fast memory, up to [\d.]+ MiB of RAM", told), told
 
 
 @pytest.mark.parametrize(

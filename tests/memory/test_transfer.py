@@ -17,6 +17,7 @@ from vblackwell.memory.transfer import (
     FutureTransfer,
     copy_pool,
     copy_streams,
+    start_copies,
     start_copy,
 )
 from vblackwell.units import MiB
@@ -107,3 +108,31 @@ def test_streams_belong_to_gpus():
 def test_streams_are_made_once():
     assert copy_streams("cuda:0") is copy_streams(torch.device("cuda", 0))
     assert len({stream.cuda_stream for stream in copy_streams("cuda:0")}) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_copies_are_one_transfer_and_happen_in_order(pool: ThreadPoolExecutor, device: str):
+    """Each of the last three takes what the one before it brought."""
+    above, below = torch.arange(4, dtype=torch.uint8, device=device), torch.zeros(4, dtype=torch.uint8)
+    start_copies(
+        [(below[place : place + 1], above[number : number + 1]) for place, number in ((0, 1), (0, 2))], pool
+    ).wait()
+    assert below.tolist() == [2, 0, 0, 0]
+    chain = [(above[number : number + 1], above[number - 1 : number]) for number in (1, 2, 3)]
+    transfer = start_copies(chain, pool)
+    transfer.wait()
+    assert above.tolist() == [0] * 4 and transfer.done() and transfer.clock is not None
+
+
+def test_an_error_of_one_of_several_copies_is_the_transfers(pool: ThreadPoolExecutor, no_delay_left: None):
+    source, target, count = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8), iter(range(9))
+
+    def delay(kind: str) -> None:
+        if next(count) == 1:
+            raise DiskError("it broke")
+
+    set_transfer_delay(delay)
+    transfer = start_copies([(target[at : at + 1], source[at : at + 1]) for at in range(4)], pool)
+    with pytest.raises(DiskError, match="it broke"):
+        transfer.wait()
+    assert target.tolist() == [1, 0, 0, 0]

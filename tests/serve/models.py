@@ -13,11 +13,13 @@ from torch import Tensor
 
 from vblackwell.generate.generate import position_limit
 from vblackwell.generate.sampling import Sampling
+from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.serve import paged_model
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.paged_model import PagedModel
 from vblackwell.serve.pass_graphs import PassGraphs
 from vblackwell.serve.request import Done, Event, Request, Token
+from vblackwell.serve.sunk import SunkPages
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 96
@@ -80,17 +82,30 @@ class Resident:
 
 
 class Residents:
-    """A fleet of them; pages begin as NaN, which must not be seen."""
+    """A fleet of them, with so many ``sunk`` pages in RAM; pages begin as NaN, which must not be seen."""
 
-    def __init__(self, models: dict[str, Any]) -> None:
+    def __init__(self, models: dict[str, Any], sunk: int = 0) -> None:
         self.models = {name: Resident(name, model) for name, model in models.items()}
         self.reserved: list[Tensor] = []
+        self.sunk: SunkPages | None = None
+        self._num_sunk = sunk
 
     def reserve(self, num_bytes: int) -> Tensor:
         self.reserved.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
         return self.reserved[-1]
 
+    def reserve_ram(self, reserved: Tensor, block_bytes: int) -> SunkPages | None:
+        if not self._num_sunk:
+            return None
+        self._stack = create_vgpu_stack("64KiB", "4MiB", 0, device="cpu")
+        self.sunk = SunkPages(self._stack, "sunk", reserved, block_bytes, self._num_sunk)
+        return self.sunk
+
     def release(self, reserved: Tensor) -> None:
+        if self.sunk is not None:
+            self.sunk.close()
+            assert self._stack.levels[1].used_bytes == 0
+            self._stack.close()
         self.reserved = [each for each in self.reserved if each is not reserved]
 
     def sleep_idle(self, busy: Collection[str]) -> None:

@@ -1,8 +1,12 @@
 """The engine writes what transformers writes, alone and in a batch."""
 
+import random
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.serve.models import KINDS, AsOnGpu, Residents, ask, tiny
 from vblackwell.generate.sampling import Sampling
 from vblackwell.offload.layout.generation import workspace_bytes
@@ -155,3 +159,40 @@ def test_many_texts_share_graphs_and_keep_their_bits():
             finally:
                 engine.close()
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_are_the_same_from_pages_that_sank_and_rose(
+    device: str, monkeypatch: pytest.MonkeyPatch, no_delay_left: None
+):
+    """Two texts in turn, with pages for hardly more than one, of which the last is taken by a pass ahead of its tokens;
+    on a GPU copies come late."""
+    chance, models, seen = random.Random(4), {"m": tiny("Gemma2", **WIDE).to(torch.bfloat16)}, AsOnGpu(monkeypatch)
+    asked = [{"tokens": [3 + (i * i + of) % 90 for i in range(70)], "count": 16, "logprobs": 2} for of in (0, 7)]
+    budget = (8 << 20) + WORKSPACE[device]
+    with Fleet.of_modules(models, budget=budget, host_memory="64MiB", device=device) as fleet:
+        first = Engine(fleet, cache_bytes=1 << 20)
+        page, expected = first.state().page_bytes, [ask(first, **request).told for request in asked]
+        first.close()
+        seen.count = 0
+        if device == "cuda":
+            set_transfer_delay(lambda kind: torch.cuda._sleep(chance.randrange(4_000_000)))
+        engine = Engine(fleet, cache_bytes=7 * page, max_rows=40)
+        try:
+            assert [answer.told for answer in [ask(engine, **request) for request in asked]] == expected
+            for request, told in list(zip(asked, expected, strict=True)) * 2:
+                answer = ask(engine, **request)
+                assert answer.told == told and answer.done.cached_tokens == 64
+            state, names = engine.state(), [level.name for level in fleet.stack.levels]
+            assert state.alive and state.pages_sunk_total == 7 and state.pages_sunk > 0
+            links = {(each["source"], each["destination"]): each["bytes"] for each in fleet.stack.get_stats()["links"]}
+            assert seen.count > 40
+            assert links[names[0], names[1]] >= 8 * page  # nothing else goes down
+        finally:
+            engine.close()
+
+
+@pytest.fixture
+def no_delay_left() -> Iterator[None]:
+    yield
+    set_transfer_delay(None)

@@ -1,13 +1,18 @@
 """Bits of an answer depend on its request alone: not on the batch, chunks, pages given up, or what pages still hold."""
 
+import itertools
 import random
 import time
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given as given_
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.delay import set_transfer_delay
 from tests.serve.models import GREEDY, VOCABULARY, Answer, AsOnGpu, Residents, ask, tiny
 from vblackwell.generate.sampling import Sampling
 from vblackwell.serve.engine import Engine
@@ -71,7 +76,7 @@ def alone(models: dict[str, Any], given: list[dict[str, Any]]) -> list[list[Any]
     try:
         for each in given:
             found.append(submit(engine, each).told)
-            engine._pool.forget(range(engine._pool.total))  # the engine is idle
+            engine._pool.forget(range(engine._pool.total + engine._pool.sunk_total))  # the engine is idle
     finally:
         engine.close()
     return found
@@ -155,3 +160,42 @@ def test_threads_of_the_cpu_do_not_show():
     finally:
         torch.set_num_threads(threads)
     assert found == expected
+
+
+@pytest.fixture(scope="module")
+def beginnings() -> tuple[Any, list[dict[str, Any]], list[list[Any]]]:
+    """A model, requests that begin alike, and what each gets alone."""
+    rng, model = random.Random(2), tiny("Llama", num_hidden_layers=1)
+    long = [[rng.randrange(VOCABULARY) for _ in range(60)] for _ in range(2)]
+    prompts = [each[:length] + [9] for each in long for length in (16, 33, 60)]
+    more = {"count": 3, "sampling": Sampling(1.0), "logprobs": 1}
+    given = [{"request": {"tokens": each, "seed": seed, **more}, "even": 0} for seed, each in enumerate(prompts)]
+    return model, given, alone({"m": model}, given)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given_(pages=st.integers(4, 7), sunk=st.integers(1, 7), draws=st.data())
+def test_any_texts_get_the_same_from_pages_that_sank_and_rose(beginnings: Any, pages: int, sunk: int, draws: Any):
+    """With few pages on level 0 and few in RAM, one after the other or at the same time; now and then copies fail."""
+    model, given, expected = beginnings
+    order = draws.draw(st.lists(st.sampled_from(range(len(given))), min_size=6, max_size=10))
+    waits = draws.draw(st.lists(st.booleans(), min_size=len(order), max_size=len(order)))
+    fleet = Residents({"m": model}, sunk=sunk)
+    engine = Engine(fleet, cache_bytes=pages * 16 * block_of({"m": model}), max_running=3)
+    every, copies = draws.draw(st.sampled_from([2, 7, 1000])), itertools.count(1)
+
+    def fail(kind: str) -> None:
+        if next(copies) % every == 0:
+            raise OSError("it broke")
+
+    set_transfer_delay(fail)
+    try:
+        answers = list[Answer]()
+        for which, wait in zip(order, waits, strict=True):
+            answers.append(submit(engine, given[which]))
+            assert not wait or answers[-1].done
+        assert [answer.told for answer in answers] == [expected[which] for which in order]
+        assert engine.state().pages_used == 0 and engine.state().pages_sunk <= sunk
+    finally:
+        set_transfer_delay(None)
+        engine.close()

@@ -15,6 +15,7 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.serve import engine as engine_module
 from vblackwell.serve.draw import tell, why_not_told
 from vblackwell.serve.engine import Engine
+from vblackwell.serve.http.metrics import Metrics
 from vblackwell.serve.request import Busy, Done, EngineClosed, Request, RequestTooLong, Token, UnknownModel
 
 PROMPT = [3 + i % 50 for i in range(50)]
@@ -76,6 +77,26 @@ def test_a_conversation_finds_its_own_answer(engine: Engine):
     first = ask(engine, PROMPT, 20)
     following = [*PROMPT, *first.tokens, 9, 9]
     assert ask(engine, following, 2).done.cached_tokens == 64  # of 69 that were read
+
+
+def test_a_beginning_that_sank_to_ram_is_not_computed_again(llama: Any, monkeypatch: pytest.MonkeyPatch):
+    fleet = Residents({"m": llama}, sunk=6)
+    engine = Engine(fleet, cache_bytes=5 * 16 * 256)
+    try:
+        first, other = ask(engine, PROMPT, 4), ask(engine, PROMPT[::-1], 20)
+        assert first.done.cached_tokens == other.done.cached_tokens == 0
+        state = engine.state()
+        assert (state.pages_sunk, state.pages_sunk_total, state.pages_total, state.page_bytes) == (3, 6, 5, 16 * 256)
+        assert {"vb_pages_sunk 3", "vb_pages_sunk_total 6", "vb_pages_total 5"} <= {*Metrics().lines(state)}
+        again = ask(engine, PROMPT, 4)
+        assert again.tokens == first.tokens and again.done.cached_tokens == 48
+        assert ask(engine, PROMPT[::-1], 20).tokens == other.tokens and fleet.sunk is not None
+        monkeypatch.setattr(fleet.sunk, "move", lambda moves: False)  # what is in RAM cannot be read
+        lost = ask(engine, PROMPT, 4)
+        assert lost.tokens == first.tokens and lost.done.reason == "length" and lost.done.cached_tokens < 48
+    finally:
+        engine.close()
+    assert not fleet.reserved
 
 
 def test_told_probabilities_are_the_models_own(llama: Any, engine: Engine):

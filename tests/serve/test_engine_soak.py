@@ -26,7 +26,8 @@ def test_a_minute_of_random_load_leaves_nothing_behind():
     models = {"Llama": tiny("Llama"), "Gemma2": tiny("Gemma2"), "GPT2": tiny("GPT2")}
     given = requests(rng, 40, [*models])
     expected = alone(models, given)
-    engine = Engine(Residents(models), cache_bytes=16 * 16 * block_of(models), max_rows=48, max_waiting=20)
+    fleet = Residents(models, sunk=12)
+    engine = Engine(fleet, cache_bytes=16 * 16 * block_of(models), max_rows=48, max_waiting=20)
     flying: list[tuple[int, Answer, bool]] = []
     ended = 0
     sizes: list[int] = []
@@ -53,7 +54,7 @@ def test_a_minute_of_random_load_leaves_nothing_behind():
                     sizes.append(resident_bytes())
         for which, answer, cancelled in flying:
             assert cancelled or answer.told == expected[which]
-        assert engine.state().pages_used == 0 and engine.state().alive
+        assert engine.state().pages_used == 0 and engine.state().pages_sunk > 0 and engine.state().alive
     finally:
         engine.close()
     assert ended > 100

@@ -392,12 +392,29 @@ def test_a_run_that_wrote_an_adapter_is_served_under_its_own_name(folders, adapt
         assert torch.equal(logits(fleet.models["run"].module), adapters["adapter-0"])
 
 
+def test_pages_get_ram_that_weights_leave(folders):
+    """As many bytes as on level 0, at most half of what is there; none without RAM. It goes with the pages."""
+    with fleet_of(folders, ["llama"], budget="1MiB") as fleet:
+        pages, before = fleet.reserve(100 * KIB), used(fleet)[1]
+        sunk = fleet.reserve_ram(pages, 4 * KIB)
+        assert sunk is not None and sunk.total == 25 and sunk.is_ready(24) and used(fleet)[1] == before + 100 * KIB
+        fleet.release(pages)
+        assert used(fleet) == [0, before]
+        fleet.stack.reserve("another's", fleet.stack.levels[1].free_bytes - 24 * KIB, 1)
+        few = fleet.reserve_ram(fleet.reserve(100 * KIB), 4 * KIB)
+        assert few is not None and few.total == 3
+        assert fleet.reserve_ram(fleet.reserve(100 * KIB), 16 * KIB) is None
+    with Fleet.of_modules({"m": made("llama", 0)}) as fleet:
+        fleet.stack.levels[1:] = []
+        assert fleet.reserve_ram(fleet.reserve(KIB), 256) is None
+
+
 def test_close_gives_everything_back(folders):
     fleet = fleet_of(folders)
     for served in fleet.models.values():
         served.touch()
         logits(served.module)
-    fleet.reserve(KIB)
+    fleet.reserve_ram(fleet.reserve(KIB), 256)
     stack = fleet.stack
     fleet.close()
     fleet.close()

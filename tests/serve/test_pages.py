@@ -1,19 +1,29 @@
 """Pages: who holds them, what is found in them again, and which goes first."""
 
 import random
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from tests.delay import set_transfer_delay
 from tests.serve.models import GREEDY, Residents, tiny
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.serve import pages as pages_module
+from vblackwell.serve import sunk as sunk_module
 from vblackwell.serve.draw import Drawing
 from vblackwell.serve.paged_model import PagedModel
 from vblackwell.serve.pages import PagePool
 from vblackwell.serve.request import Request
 from vblackwell.serve.scheduler import Scheduler, Text
+from vblackwell.serve.sunk import SunkPages
+from vblackwell.units import align_up
 
 P = 4
 PROMPT = [3 + i % 50 for i in range(50)]
@@ -21,9 +31,7 @@ PROMPT = [3 + i % 50 for i in range(50)]
 
 def _fill(pool: PagePool, tokens: list[int], salt: str = "m") -> list[int]:
     """A text's pages: those found, and new ones for the rest, told where full."""
-    found = pool.find(tokens, P, salt)
-    for page in found:
-        pool.hold(page)
+    found = pool.hold(pool.find(tokens, P, salt))
     held = list(found)
     while len(held) * P < len(tokens):
         page = pool.take()
@@ -267,3 +275,230 @@ def test_a_text_that_waits_for_pages_is_looked_at_once(monkeypatch: pytest.Monke
     scheduler.remove(old[0])
     assert compute(scheduler) == [last] and looks.count(222) == 2
     assert last.found == 6 and compute(scheduler) == [old[1], last]
+
+
+# -- pages that sink ---------------------------------------------------------------------------------------------------
+
+
+class Ram:
+    """Storage whose contents are any values, by place; ``bad`` and ``away``: copies fail, nothing can be filled."""
+
+    def __init__(self, pages: int, blocks: int) -> None:
+        self.total, self.holds = blocks, [None] * (pages + blocks)
+        self.bad = self.away = False
+
+    def is_ready(self, block: int) -> bool:
+        assert 0 <= block < self.total
+        return not self.away
+
+    def move(self, moves: Any) -> bool:
+        for source, target in moves:
+            self.holds[target] = None if self.bad else self.holds[source]
+        return not self.bad
+
+
+def pool_of(pages: int, blocks: int) -> tuple[PagePool, Ram]:
+    ram = Ram(pages, blocks)
+    return PagePool(pages, ram), ram  # type: ignore[arg-type]
+
+
+def check(pool: PagePool, held: list[list[int]]) -> None:
+    """Each place is in one state, and what is known of it is found there."""
+    used = {page for each in held for page in each}
+    assert sorted([*pool._blank, *pool._idle, *used]) == [*range(pool.total)]
+    assert sorted([*pool._spare, *pool._sunk]) == [*range(pool.total, pool.total + pool.sunk_total)]
+    assert pool._known.keys() <= {*pool._idle, *pool._sunk, *used} and not pool._known.keys() & {*pool._spare}
+    assert {*pool._idle, *pool._sunk} <= pool._known.keys()
+    assert {pool._page_of[known.key]: known for known in pool._known.values()} == pool._known
+    assert pool._live == {0, *(known.serial for known in pool._known.values())}
+    assert (pool.used, pool.sunk) == (len(used), len(pool._sunk))
+
+
+def begin(pool: PagePool, ram: Ram, tokens: list[int], looks: bool = True) -> list[int]:
+    """A text's pages, of which it computes those that it does not find; each holds all tokens up to its end."""
+    upto = [tuple(tokens[: end + P]) for end in range(0, len(tokens), P)]
+    mine = pool.hold(pool.find(tokens, P, "m")) if looks else []
+    assert [ram.holds[page] for page in mine] == upto[: len(mine)]
+    read = len(mine)
+    while len(mine) < len(upto):
+        page = pool.take()
+        assert page is not None
+        mine.append(page)
+    pool.move()
+    for place in range(read, len(tokens) // P):
+        ram.holds[mine[place]] = upto[place]
+        known = pool.tell(mine[place], mine[place - 1] if place else None, upto[place][-P:], "m")
+        assert ram.holds[known] == upto[place]
+        if known != mine[place]:
+            pool.hold([known])
+            pool.give_up([mine[place]])
+            mine[place] = known
+    return mine
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(pages=st.integers(2, 8), blocks=st.integers(0, 9), seed=st.integers(0, 1 << 20))
+def test_any_texts_find_what_is_theirs_wherever_it_is(pages: int, blocks: int, seed: int):
+    """Copies fail now and then, or RAM is not there yet, and pages are forgotten."""
+    rng, (pool, ram), held = random.Random(seed), pool_of(pages, blocks), list[list[int]]()
+
+    def text() -> list[int]:
+        whole = rng.choice([[1], [1] * 8 + [0], [0]]) * pages
+        return [part for part in whole[: rng.randrange(pages)] for _ in range(P)] + [2] * rng.randint(1, P)
+
+    waits = text()  # one that looks: `gained` says how much more of it may be held since
+    for _ in range(100):
+        beyond, tokens = pool.count_held(pool.find(waits, P, "m")) - pool.gained, text()
+        if held and (len(held) > 2 or rng.random() < 0.5):
+            pool.give_up(held.pop(rng.randrange(len(held))))
+        elif -(-len(tokens) // P) <= pool.free:
+            held.append(begin(pool, ram, tokens, looks=rng.random() < 0.8))
+        if rng.random() < 0.1:
+            pool.forget(rng.sample(range(pages + blocks), min(blocks, 2)))
+        ram.bad, ram.away = rng.random() < 0.1, rng.random() < 0.1
+        check(pool, held)
+        assert pool.count_held(pool.find(waits, P, "m")) - pool.gained <= beyond
+
+
+def test_what_is_taken_for_others_is_found_in_ram_and_rises_in_the_place_of_the_oldest():
+    pool, ram = pool_of(3, 3)
+    one, other = [1] * 9, [2] * 9
+    pool.give_up(begin(pool, ram, one))
+    pool.give_up(begin(pool, ram, other))
+    assert pool.sunk == 2 and pool.used == 0
+    assert [place >= 3 for place in pool.find(one, P, "m")] == [True, True]
+    pool.give_up(begin(pool, ram, one))  # which asserts what it finds
+    assert len(pool.find(one, P, "m")) == 2 and max(pool.find(one, P, "m")) < 3
+    assert len(pool.find(other, P, "m")) == 2 and min(pool.find(other, P, "m")) >= 3
+    pool.give_up(begin(pool, ram, [3] * 9))
+    assert len(pool.find(one, P, "m")) == 2 and len(pool.find(other, P, "m")) == 1  # whose end sank first
+    check(pool, [])
+
+
+def test_more_pages_rise_than_ram_has_blocks_left():
+    """A whole text, from RAM that is full of it, while another's, as long, sinks: but for a few its pages stay."""
+    count = 3 * pages_module.TOGETHER
+    pool, ram = pool_of(count + 1, count)
+    one, other = [1] * (P * count + 1), [2] * (P * count + 1)
+    for tokens in (one, other, one, other, one):
+        pool.give_up(begin(pool, ram, tokens))
+        check(pool, [])
+    assert len(pool.find(one, P, "m")) == count
+    assert count - pages_module.TOGETHER <= len(pool.find(other, P, "m")) < count
+
+
+def test_what_cannot_be_read_from_ram_is_computed_again():
+    """And what comes before it is not; neither is what others hold."""
+    pool, ram = pool_of(4, 4)
+    kept = begin(pool, ram, [1] * 5)
+    pool.give_up(begin(pool, ram, [1] * 8 + [2]))
+    pool.give_up(begin(pool, ram, [3] * 5))  # both ends have sunk now
+    assert [place >= 4 for place in pool.find([1] * 8 + [2], P, "m")] == [False, True]
+    ram.bad = True
+    again = pool.hold(pool.find([1] * 8 + [2], P, "m"))
+    assert again == kept[:1] and pool.used == 2
+    assert pool.find([1] * 8 + [2], P, "m") == again
+    check(pool, [kept, again])
+
+
+def test_what_is_in_ram_and_was_computed_again_leaves_it():
+    """By a text that looked for nothing, as one whose prompt is told. What followed is found as before."""
+    pool, ram = pool_of(3, 4)
+    pool.give_up(begin(pool, ram, [1] * 9))
+    pool.give_up(begin(pool, ram, [2] * 12))
+    assert pool.sunk == 2
+    page = pool.take()
+    assert page is not None and pool.move()
+    ram.holds[page] = (1,) * P
+    assert pool.tell(page, None, (1,) * P, "m") == page and pool.sunk == 2  # the other's end sank for it
+    assert pool.find([1] * 9, P, "m")[0] == page and pool.find([1] * 9, P, "m")[1] >= 3
+    check(pool, [[page]])
+
+
+def test_ram_gives_nothing_of_another_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pages_module, "_key", lambda before, tokens, salt: bytes([len(before) and before[0] + 1]))
+    pool, ram = pool_of(2, 4)
+    pool.give_up(begin(pool, ram, [1] * 8))
+    pages = [pool.take(), pool.take()]
+    assert pool.move() and pool.sunk == 2 and None not in pages
+    for tokens, salt, count in ([1] * 9, "m", 2), ([1] * 9, "n", 0), ([1] * 4 + [2] * 5, "m", 1), ([2] * 9, "m", 0):
+        assert len(pool.find(tokens, P, salt)) == count
+    assert pool.tell(pages[0] or 0, None, (2,) * P, "m") == pages[0] and pool.sunk == 2
+
+
+@pytest.fixture
+def sunk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Tensor, SunkPages, VGPUStack]]]:
+    """``sunk(pages, blocks, device)``: pages of 1 KiB and blocks of RAM for them, in chunks of 4."""
+    monkeypatch.setattr(sunk_module, "CHUNK_BYTES", 4 << 10)
+    stacks = list[VGPUStack]()
+
+    def make(pages: int, blocks: int, device: str = "cpu") -> tuple[Tensor, SunkPages, VGPUStack]:
+        stacks.append(create_vgpu_stack("1MiB", "64KiB", 0, device=device, cap_process=False))
+        memory = stacks[-1].reserve("pages", pages << 10, 0).bytes
+        return memory, SunkPages(stacks[-1], "sunk", memory, 1 << 10, blocks), stacks[-1]
+
+    yield make
+    set_transfer_delay(None)
+    for stack in stacks:
+        stack.close()
+
+
+def test_ram_is_taken_as_it_fills_and_given_back(sunk: Any):
+    _, ram, stack = sunk(4, 15)
+    host = stack.levels[1]
+    for block, used in ((0, 4), (3, 4), (4, 8), (14, 15)):
+        assert ram.is_ready(block) and host.used_bytes == align_up(used << 10, 4 << 10), block
+    ram.close()
+    ram.close()
+    assert host.used_bytes == 0
+
+
+def test_where_the_level_has_no_more_ram_what_is_there_is_used(sunk: Any, caplog: pytest.LogCaptureFixture):
+    _, ram, stack = sunk(4, 12)
+    stack.reserve("another's", 56 << 10, 1)
+    assert ram.is_ready(7) and not ram.is_ready(8) and not ram.is_ready(11)
+    assert "8 of 12 blocks" in caplog.text and ram.is_ready(0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_happen_in_order_between_what_computes(sunk: Any, device: str, late: bool):
+    """Pages are written by kernels before and after each copy, and all copies go where a plain list of them does."""
+    chance, (memory, ram, stack) = random.Random(5), sunk(6, 9, device)
+    assert all(ram.is_ready(block) for block in range(9))
+    pages, holds = memory.view(6, -1), [0] * 15
+    if late:
+        sleep = torch.cuda._sleep if device == "cuda" else lambda _: time.sleep(1e-4)
+        set_transfer_delay(lambda kind: sleep(chance.randrange(2_000_000)))
+    for serial in range(1, 60):
+        page = chance.randrange(6)
+        pages[page] = serial
+        holds[page] = serial
+        moves = list[tuple[int, int]]()
+        for _ in range(chance.randrange(1, 5)):
+            ends = chance.randrange(6), 6 + chance.randrange(9)
+            moves.append(ends if chance.random() < 0.5 or not holds[ends[1]] else ends[::-1])
+            holds[moves[-1][1]] = holds[moves[-1][0]]
+        assert ram.move(moves)
+    written = [place for place in range(6) if holds[place]]
+    assert [pages[place].unique().tolist() for place in written] == [[holds[place]] for place in written]
+    links = {(each["source"], each["destination"]): each["bytes"] for each in stack.get_stats()["links"]}
+    assert len(links) == 2 and min(links.values()) > 20 << 10
+    ram.close()
+
+
+def test_a_copy_that_fails_is_told_and_the_next_one_works(sunk: Any, caplog: pytest.LogCaptureFixture):
+    memory, ram, _ = sunk(2, 2)
+    assert ram.is_ready(0)
+    memory[:] = 7
+
+    def fail(kind: str) -> None:
+        raise DiskError("it broke")
+
+    set_transfer_delay(fail)
+    assert not ram.move([(0, 2)]) and "it broke" in caplog.text
+    set_transfer_delay(None)
+    assert ram.move([(0, 2)])
+    memory[:] = 0
+    assert ram.move([(2, 1)]) and memory.view(2, -1)[:, 0].tolist() == [0, 7]
+    ram.close()

@@ -204,7 +204,7 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
     """Start ``dst[:] = src`` for flat uint8 tensors of equal length on any devices (module docstring of `level`)."""
     assert dst.nbytes == src.nbytes, (dst.nbytes, src.nbytes)
     if dst.is_cuda or src.is_cuda:
-        return _start_device_copy(dst, src)
+        return _start_device_copies([(dst, src)])
     if dst.nbytes <= INLINE_BYTES and not delayed():
         start = time.perf_counter()
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
@@ -214,13 +214,27 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
     return FutureTransfer([pool.submit(_move, piece) for piece in pieces], keep=(dst, src))
 
 
+def start_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolExecutor) -> Transfer:
+    """Start ``dst[:] = src`` for each pair as `start_copy` does, one after the other, as one transfer: on a device with
+    one wait and one event for all. ``pairs``: one or more, between the same two devices."""
+    if pairs[0][0].is_cuda or pairs[0][1].is_cuda:
+        return _start_device_copies(pairs)
+    return FutureTransfer([pool.submit(_move_all, [*pairs])], keep=pairs)
+
+
+def _move_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    while pairs:
+        _move([*pairs.pop(0)])
+
+
 def _move(pair: list[torch.Tensor]) -> None:
     src, dst = pair.pop(), pair.pop()  # the pool holds a job's arguments for a moment after its result: they are none
     transfer_delay("thread")
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
 
-def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
+def _start_device_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EventTransfer:
+    dst, src = pairs[0]
     lead = src if src.is_cuda else dst
     streams = copy_streams(lead.device)
     stream = streams.h2d if not src.is_cuda else streams.d2h if not dst.is_cuda else streams.d2d
@@ -232,19 +246,20 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
         for earlier in working_streams(dst.device):
             other.wait_stream(earlier)
         with torch.cuda.stream(other):
-            return _copy_on(stream, dst, src)
-    return _copy_on(stream, dst, src)
+            return _copy_on(stream, pairs)
+    return _copy_on(stream, pairs)
 
 
-def _copy_on(stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
+def _copy_on(stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EventTransfer:
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)  # not blocking=True: that wakes its waiter up to 0.5 ms late
     with torch.cuda.stream(stream):
         transfer_delay("stream")
         start.record(stream)
-        dst.copy_(src, non_blocking=True)
+        for dst, src in pairs:
+            dst.copy_(src, non_blocking=True)
         end.record(stream)
-    return EventTransfer(end, start, keep=(dst, src))
+    return EventTransfer(end, start, keep=pairs)
 
 
 def working_streams(device: torch.device) -> list[torch.cuda.Stream]:

@@ -86,7 +86,7 @@ class Engine:
             raise ConfigurationError("an engine without a model: give the fleet at least one")
         gpu = any(model.served.device.type == "cuda" for model in models)
         self._memory: Tensor | None = None
-        total = 1
+        total, block, sunk = 1, 0, None
         if any(model.paged for model in models):
             block = block_bytes_of(models)
             total = cache_bytes // block
@@ -98,7 +98,8 @@ class Engine:
             for model in models:
                 if model.paged:
                     model.place(self._memory, block)
-        self._pool = PagePool(total)
+            sunk = fleet.reserve_ram(self._memory, block)
+        self._pool, self._page_bytes = PagePool(total, sunk), block
         rows = max_rows or (GPU_ROWS if gpu else CPU_ROWS)
         self._scheduler = Scheduler(models, self._pool, max_rows=rows, max_running=max_running, turn_s=turn_s)
         self._change = threading.Condition()
@@ -178,7 +179,9 @@ class Engine:
             counts = len(line.waiting) + coming, len(line.running)
             models[name] = ModelState(line.model.served.state, *counts, line.model.paged, line.model.reason)
         age_s = time.monotonic() - self._last_step
-        return EngineState(models, self._pool.used, self._pool.total, self._steps, self._tokens, age_s, self._alive)
+        pool = self._pool
+        pages = pool.used, pool.total, pool.sunk, pool.sunk_total, self._page_bytes
+        return EngineState(models, *pages, self._steps, self._tokens, age_s, self._alive)
 
     def close(self, grace_s: float = 30.0) -> None:
         """Take no more requests, let those that came end for so many seconds, cancel the others, and give the pages

@@ -37,6 +37,7 @@ from vblackwell.serve.row_tiles import join_linears
 from vblackwell.serve.served import Served
 from vblackwell.serve.shared_base import open_over_one_base
 from vblackwell.serve.sources import bytes_in_ram, check_names, folders_of, named, naming
+from vblackwell.serve.sunk import LEVEL, SunkPages
 from vblackwell.serve.weights import Weights
 from vblackwell.units import format_bytes
 
@@ -54,7 +55,7 @@ class Fleet:
         models: folders, hub ids, run folders of `vb train` or adapters' folders, each as it is or as ``name=folder``.
             By default a folder's own name, or the hub id, is the model's name. Packed folders stay packed.
         budget: level 0 for weights and pages together, bytes or '12GiB'; by default a share of the free GPU memory.
-        host_memory: RAM for all weights; by default a share of what is free.
+        host_memory: RAM for all weights, and for pages that sink; by default a share of what is free.
         device: of level 0, by default the first GPU; 'cpu' makes it an arena in RAM.
         pin: names of models that are loaded at once and never leave level 0.
         preload: names of others that are loaded at once.
@@ -152,6 +153,7 @@ class Fleet:
         self._models, self._weights = dict[str, Served](), list[Weights]()
         self.models: Mapping[str, Served] = MappingProxyType(self._models)
         self._reserved: dict[int, tuple[Tensor, Reservation]] = {}
+        self._sunk: dict[int, SunkPages] = {}
         self._serial = 0
         self._freed_at: float | None = None  # memory, which nobody else has been given yet
         self._undo = ExitStack()
@@ -322,10 +324,23 @@ class Fleet:
             self._divide()
         return tensor
 
+    def reserve_ram(self, reserved: Tensor, block_bytes: int) -> SunkPages | None:
+        """RAM for blocks of what `reserve` gave, until that is released: as many bytes, but not more than half of what
+        is left next to the weights; None where that holds no block."""
+        ram = self.stack.levels[LEVEL] if len(self.stack.levels) > LEVEL else None
+        total = 0 if ram is None or ram.device is None else min(reserved.nbytes, ram.free_bytes // 2) // block_bytes
+        if not total:
+            return None
+        name = f"sunk {self._reserved[id(reserved)][1].name}"
+        made = self._sunk[id(reserved)] = SunkPages(self.stack, name, reserved, block_bytes, total)
+        return made
+
     def release(self, reserved: Tensor) -> None:
         """Give back what `reserve` gave, and nothing reads any more; raises UnknownKey for anything else."""
         if id(reserved) not in self._reserved:
             raise UnknownKey("release takes a tensor that reserve gave, once")
+        if id(reserved) in self._sunk:
+            self._sunk.pop(id(reserved)).close()
         with self._locked():
             self.stack.unreserve(self._reserved.pop(id(reserved))[1])
             self._divide()
@@ -372,6 +387,8 @@ class Fleet:
     def close(self) -> None:
         """Give everything back; modules that were given are plain again. Idempotent."""
         try:
+            while self._sunk:
+                self._sunk.popitem()[1].close()
             self._undo.close()
         finally:
             self._reserved.clear()

@@ -89,6 +89,10 @@ def opened(
             alone = "" if model.paged else f"; one text at a time, as {model.reason}"
             talks = "" if name in chats else "; no chat template: /v1/completions alone"
             print(f"vb: {name}: {size} of weights{talks}{alone}", file=sys.stderr)
+        state = engine.state()
+        if any(model.paged for model in state.models.values()):
+            own, ram = (format_bytes(count * state.page_bytes) for count in (state.pages_total, state.pages_sunk_total))
+            print(f"vb: keys and values: {own} of fast memory, up to {ram} of RAM", file=sys.stderr)
         engine.wake(next(iter(fleet.models)))
         print(f"vb: opened in {format_seconds(time.monotonic() - begun)}", file=sys.stderr)
         yield Opened(fleet, engine, chats)

@@ -6,7 +6,9 @@ many positions as a block holds.
 
 A page that is full is known by the hash of its tokens and of the page before. A hit is checked token by token and page
 by page, for a hash may collide, and another's text must not come of it. Pages that nobody holds keep what they know
-until they are needed; the one that was given up first goes first. Only the engine's thread calls. Legend: S positions.
+until they are needed; the one that was given up first goes first. What is in it sinks to a block of RAM, where there
+are any, and rises to a page again when a text that begins with it is found. A *place* is a page, or from ``total`` on
+such a block; what is known is in one place. Only the engine's thread calls.
 """
 
 from collections import OrderedDict, deque
@@ -17,6 +19,9 @@ import xxhash
 from numpy import asarray, int64
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.serve.sunk import SunkPages
+
+TOGETHER = 32  # pages that rise at a time, after as many have sunk for them
 
 
 @dataclass
@@ -36,15 +41,20 @@ class _Known:
 
 
 class PagePool:
-    """``total`` blocks, handed out and counted; see the module. Raises ConfigurationError for no block."""
+    """``total`` blocks, handed out and counted, and those of RAM, ``sunk_pages``; see the module. Raises
+    ConfigurationError for no block."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, sunk_pages: SunkPages | None = None) -> None:
         if total < 1:
             raise ConfigurationError(f"{total} pages of keys and values: give memory for at least 1")
-        self.total = total
+        self.total, self._ram = total, sunk_pages
+        self.sunk_total = 0 if sunk_pages is None else sunk_pages.total
         self._blank = deque(range(total))  # free, and nothing known of what is in them
         self._idle: OrderedDict[int, None] = OrderedDict()  # free, given up in this order, and still of use
-        self._holders = [0] * total
+        self._spare = deque(range(total, total + self.sunk_total))  # blocks of RAM; those used before come first
+        self._sunk: OrderedDict[int, None] = OrderedDict()  # of RAM too, in the order in which they sank
+        self._moves: list[tuple[int, int]] = []  # decided, and not begun
+        self._holders = [0] * (total + self.sunk_total)
         self._known: dict[int, _Known] = {}
         self._page_of: dict[bytes, int] = {}
         self._serials = 0
@@ -60,28 +70,93 @@ class PagePool:
     def used(self) -> int:
         return self.total - self.free
 
+    @property
+    def sunk(self) -> int:
+        """Blocks of RAM with something known."""
+        return len(self._sunk)
+
     def count_held(self, pages: Sequence[int]) -> int:
         """How many of ``pages`` somebody holds."""
         return sum(self._holders[page] > 0 for page in pages)
 
     def take(self) -> int | None:
-        """A page for one holder, with anything in it; None where all are held."""
+        """A page for one holder, with anything in it; None where all are held. To be written after `move`."""
         if self._blank:
             page = self._blank.popleft()
         elif self._idle:
             page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            self._sink(page)
         else:
             return None
         self._holders[page] = 1
         return page
 
-    def hold(self, page: int) -> None:
-        """One more holder of a page, held or idle."""
-        if page in self._idle:
-            del self._idle[page]
-            self.gained += 1
-        self._holders[page] += 1
+    def _sink(self, page: int) -> None:
+        """What it holds goes to RAM, for which what sank first is forgotten; or it is forgotten itself."""
+        if self._ram is not None and self._known[page].before in self._live:  # else it is never found
+            if not self._spare and self._sunk:
+                self._forget(next(iter(self._sunk)))
+            if self._spare and self._ram.is_ready(self._spare[0] - self.total):
+                block = self._spare.popleft()
+                self._sunk[block] = None
+                self._carry(page, block)
+                return
+        self._forget(page)
+
+    def _carry(self, source: int, target: int) -> None:
+        self._moves.append((source, target))
+        self._name(source, target)
+
+    def _name(self, source: int, target: int) -> None:
+        """What was known of one place is known of the other."""
+        known = self._known[target] = self._known.pop(source)
+        self._page_of[known.key] = target
+
+    def _vacate(self, block: int) -> None:
+        del self._sunk[block]
+        self._spare.appendleft(block)
+
+    def move(self) -> bool:
+        """Begin the copies that are due, which end before later passes; False, and nobody finds what was to be copied
+        any more, where they failed."""
+        moves, self._moves = self._moves, []
+        if not moves or self._ram is None or self._ram.move(moves):
+            return True
+        for _, target in moves:
+            self._forget(target)
+        return False
+
+    def hold(self, places: Sequence[int]) -> list[int]:
+        """One more holder of each of what `find` gave, held, idle or in RAM, for which pages are free; the pages. Where
+        RAM cannot be read they end before the first that is there."""
+        for place in places:
+            if place in self._idle:
+                del self._idle[place]
+                self.gained += 1
+            if place < self.total:
+                self._holders[place] += 1
+            else:
+                del self._sunk[place]
+        risen = self._rise([place for place in places if place >= self.total])
+        pages = [risen.get(place, place) for place in places]
+        if risen and not self.move():
+            whole = next(count for count, page in enumerate(pages) if page not in self._known)
+            self.give_up(pages[whole:])
+            del pages[whole:]
+        return pages
+
+    def _rise(self, sunk: Sequence[int]) -> dict[int, int]:
+        """For each of these blocks of RAM, that are not ``_sunk`` any more, a page, held once."""
+        risen = dict[int, int]()
+        for begin in range(0, len(sunk), TOGETHER):
+            part = sunk[begin : begin + TOGETHER]
+            for place, page in zip(part, [self.take() for _ in part], strict=True):
+                assert page is not None, "as many pages are free as are found in RAM"
+                self._carry(place, page)
+                self._spare.appendleft(place)
+                risen[place] = page
+        self.gained += len(sunk)
+        return risen
 
     def give_up(self, pages: Sequence[int]) -> None:
         """One holder less for each of a text's ``pages``; its end is taken from before its beginning."""
@@ -107,6 +182,8 @@ class PagePool:
         if page in self._idle:
             del self._idle[page]
             self._blank.append(page)
+        elif page in self._sunk:
+            self._vacate(page)
 
     def tell(self, page: int, before: int | None, tokens: tuple[int, ...], salt: str) -> int:
         """``page`` holds the keys and values of ``tokens`` after the page ``before``; ``salt`` names the model. Gives
@@ -120,9 +197,17 @@ class PagePool:
         other = self._page_of.get(key)
         if other is not None:
             known = self._known[other]
-            if known.before in self._live:
-                return other if known.holds(tokens, serial, salt) else page
-            self._forget(other)
+            if known.before not in self._live:
+                self._forget(other)
+            elif not known.holds(tokens, serial, salt):
+                return page
+            elif other < self.total:
+                return other
+            else:  # what is in RAM was computed again
+                self._vacate(other)
+                self._name(other, page)
+                self.gained += 1
+                return page
         self._serials += 1
         self._known[page] = _Known(key, tokens, salt, serial, self._serials)
         self._page_of[key] = page

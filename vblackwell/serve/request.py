@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.generate.sampling import Sampling
+from vblackwell.serve.sunk import SunkPages
 
 MAX_LOGPROBS = 64  # likeliest tokens told with each new one
 MAX_BIASES = 1024  # tokens whose logits a request changes
@@ -144,12 +145,16 @@ class ModelState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The engine at one moment: ``alive`` until it is closed or its thread died; pages of all models; steps and new
-    tokens since it began; seconds since a step ended or the engine last looked for work."""
+    """The engine at one moment: ``alive`` until it is closed or its thread died; pages of all models, those in RAM that
+    a text may find and all that may lie there, and the bytes of one; steps and new tokens since it began; seconds since
+    a step ended or the engine last looked for work."""
 
     models: Mapping[str, ModelState]
     pages_used: int
     pages_total: int
+    pages_sunk: int
+    pages_sunk_total: int
+    page_bytes: int
     steps: int
     tokens: int
     last_step_age_s: float
@@ -183,6 +188,10 @@ class ServingFleet(Protocol):
 
     def reserve(self, num_bytes: int) -> Tensor:
         """So many bytes, uint8, of level 0."""
+        ...
+
+    def reserve_ram(self, reserved: Tensor, block_bytes: int) -> SunkPages | None:
+        """RAM for blocks of what `reserve` gave, until that is released; None where there is none."""
         ...
 
     def release(self, reserved: Tensor) -> None:

@@ -172,6 +172,7 @@ class Scheduler:
                 if page is None:
                     return None
                 text.pages.append(page)
+        self.pool.move()
         return Pass(line, [(text, 1) for text in texts])
 
     def _begin_turn(self) -> None:
@@ -244,7 +245,7 @@ class Scheduler:
         return sum(-(-len(older.tokens) // size) for size, older in heads if older < text)
 
     def _begin(self, line: Line, text: Text) -> bool:
-        """Whether the first that waits could begin: what is known of its beginning is held then."""
+        """Whether the first that waits could begin: what is known of its beginning is held then, and rises from RAM."""
         pool, size = self.pool, line.model.positions
         needed = -(-len(text.tokens) // size) + self._kept_for_older(text)
         if text.most_held is not None and needed - (text.most_held + pool.gained) > pool.free:
@@ -255,8 +256,7 @@ class Scheduler:
         if needed - held > pool.free:
             text.most_held = held - pool.gained
             return False
-        for page in found:
-            pool.hold(page)
+        found = pool.hold(found)
         text.pages, text.computed, text.known, text.found = found, len(found) * size, len(found), len(found)
         text.most_held = None
         if not text.begun:
@@ -279,6 +279,7 @@ class Scheduler:
             self.preempt(youngest)
             if youngest is text:
                 return False
+        self.pool.move()
         return True
 
     def advance(self, done: Pass) -> None:
@@ -297,7 +298,7 @@ class Scheduler:
                 salt = salt_of(done.line.name, end, done.line.prompt_of(text))
                 known = self.pool.tell(page, before, tuple(text.tokens[at * size : end]), salt)
                 if known != page:  # of equal bits: one is enough
-                    self.pool.hold(known)
+                    self.pool.hold([known])
                     self.pool.give_up([page])
                     text.pages[at] = known
                     text.found += text.found == at

@@ -45,8 +45,8 @@ class Metrics:
             yield from _metric(f"texts_{name}", "gauge", texts)
         states = [((("model", model), ("state", each.state)), 1) for model, each in state.models.items()]
         yield from _metric("model_state", "gauge", states)
-        yield from _metric("pages_used", "gauge", [((), state.pages_used)])
-        yield from _metric("pages_total", "gauge", [((), state.pages_total)])
+        for name in ("pages_used", "pages_total", "pages_sunk", "pages_sunk_total"):
+            yield from _metric(name, "gauge", [((), getattr(state, name))])
         yield "# TYPE vb_first_token_seconds histogram"
         total = 0
         for bound, count in zip((*FIRST_TOKEN_SECONDS, "+Inf"), self._first, strict=True):
