@@ -437,6 +437,14 @@ def test_a_harness_may_count_the_tokens_after_a_context(complete: Any):
     assert len(told.token_logprobs) == 7 and told.tokens[-1] == END and answer.choices[0].text == "abcdef"
 
 
+def test_a_harness_may_send_more_stop_strings_than_openai_takes(complete: Any):
+    """lm-eval's client sends those of its task, up to five, and the end token's text."""
+    text = complete(max_tokens=12, temperature=0).choices[0].text
+    stops = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", text[5:8], END]
+    choice = complete(max_tokens=12, temperature=0, stop=stops).choices[0]
+    assert choice.text == text[: text.index(text[5:8])] != text and choice.finish_reason == "stop"
+
+
 def test_echo_of_tokens_and_without_logprobs(complete: Any):
     tokens = [byte_tokenizer().token_to_id(letter) for letter in "AB"]
     assert complete(prompt=tokens, echo=True).choices[0].text.startswith("AB")

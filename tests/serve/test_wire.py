@@ -103,7 +103,7 @@ def test_null_is_as_left_out():
         ("logit_bias", [[], {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, {str(i): 1 for i in range(1025)}]),
         ("logprobs", [2, "yes"]),
         ("top_logprobs", [1]),
-        ("stop", [3, ["a"] * 5, [""], [1], "x" * 501]),
+        ("stop", [3, ["a"] * 17, [""], [1], "x" * 501]),
         ("stream", [1, "true"]),
         ("stream_options", [{"include_usage": True}, 3]),
         ("user", [3]),

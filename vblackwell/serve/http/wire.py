@@ -16,7 +16,7 @@ from vblackwell.serve.http.conversation import Tools, read_messages, read_tools
 from vblackwell.serve.http.refusal import invalid, number, only, parsed, typed, unsupported
 from vblackwell.serve.request import MAX_BIASES
 
-MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH = 128, 4, 500  # of one request
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH = 128, 16, 500  # of one request; lm-eval sends more stops than OpenAI takes
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
