@@ -20,7 +20,7 @@ from tests.serve.serving import Serving, serving
 from vblackwell.errors import VBError
 from vblackwell.serve.http import connection
 from vblackwell.serve.http.running import Limits
-from vblackwell.serve.http.wire import Reply
+from vblackwell.serve.http.wire import CHAT_FIELDS, COMPLETION_FIELDS, Reply
 
 LIMITS = Limits(body_bytes=20_000, body_seconds=0.4, keep_alive_seconds=0.02)
 GO_ON = {"256": -100}  # no end token is drawn
@@ -456,29 +456,38 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
     }
 
 
-def good(rng: random.Random) -> dict[str, Any]:
-    """A body, each of whose fields may be right."""
+def good(rng: random.Random, path: str) -> dict[str, Any]:
+    """A body, each of whose fields may be right, most often of those that ``path`` has."""
     choices: dict[str, list[Any]] = {
         "n": [1, 2], "max_tokens": [1, 3], "temperature": [0, 1.0, 2], "top_p": [0, 0.5, 1], "top_k": [0, 5],
         "min_p": [0, 0.9], "seed": [0, -5, 1 << 62], "presence_penalty": [-2, 2], "frequency_penalty": [-2, 2],
-        "repetition_penalty": [0.5, 2], "logit_bias": [{"5": 100}, {"256": 100}, {"9999": 1}],
+        "repetition_penalty": [0.5, 2], "logit_bias": [{"5": 100}, {"256": 100}] * 3 + [{"9999": 1}],
         "stop": ["a", ["b", "cd"]], "logprobs": [True, 1, 0], "top_logprobs": [0, 20], "stream": [True, False],
         "stream_options": [{"include_usage": True}], "echo": [True], "user": ["me"],
         "response_format": [{"type": "json_object"}],
         "tools": [[{"type": "function", "function": {"name": "f"}}]],
         "tool_choice": ["auto", "none", "required"],
-        "chat_template_kwargs": [{"x": 1}], "model": ["tiny", "none"],
+        "chat_template_kwargs": [{}] * 5 + [{"x": 1}], "model": ["tiny"] * 5 + ["none"],
     }  # fmt: skip
-    taken = {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.3}
-    return {"model": "tiny", "max_tokens": 2} | taken
+    known = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}.get(path, set(choices))
+    others = rng.random() < 0.5
+    names = [name for name in choices if (name in known or others) and rng.random() < 0.3]
+    made = {"model": "tiny", "max_tokens": 2} | {name: rng.choice(choices[name]) for name in names}
+    if not others:  # what belongs together
+        made |= {"stream": True} if "stream_options" in made else {}
+        made |= {"logprobs": True} if "top_logprobs" in made else {}
+        made |= {"logprobs": 3} if "logprobs" in made and path == "/v1/completions" else {}
+        made |= {"logprobs": True} if "logprobs" in made and path == "/v1/chat/completions" else {}
+        made |= {"tools": choices["tools"][0]} if made.get("tool_choice") == "required" else {}
+    return made
 
 
-def body(rng: random.Random) -> bytes:
+def body(rng: random.Random, path: str) -> bytes:
     """JSON that may be right, with some of it changed, or bytes with some of them changed."""
-    made = good(rng)
-    if rng.random() < 0.5:
+    made = good(rng, path)
+    if rng.random() < (0.1 if path == "/v1/completions" else 0.9):
         made["messages"] = [{"role": "user", "content": "hi"}] * rng.randrange(1, 3)
-    if rng.random() < 0.6:
+    if rng.random() < (0.1 if path == "/v1/chat/completions" else 0.9):
         made["prompt"] = rng.choice(["hi", [1, 2], ["a", [3]], ""])
     for _ in range(rng.choice([0, 0, 1, 2])):
         made[rng.choice([*made, "new", "messages", "prompt"])] = anything(rng)
@@ -493,8 +502,8 @@ def fuzz(server: Serving, count: int, seed: int) -> list[int]:
     """The statuses of so many bodies; the engine lives, and no page is kept."""
     rng, statuses = random.Random(seed), list[int]()
     for number in range(count):
-        raw_body = body(rng)
-        path = rng.choice(["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/admin/load"])
+        path = rng.choice(["/v1/chat/completions", "/v1/completions"] * 4 + ["/v1/embeddings", "/admin/load"])
+        raw_body = body(rng, path)
         status, _, answer = ask(server, raw_body, path)
         statuses.append(status)
         assert status < 500, (seed, number, raw_body, answer)
