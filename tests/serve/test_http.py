@@ -71,12 +71,13 @@ def raw(server: Serving, text: bytes, *, leave: bool = False) -> bytes:
 
 
 def streaming(server: Serving, **fields: Any) -> socket.socket:
-    """A connection on which a stream has begun."""
+    """A connection on which a stream has begun, and a token has come after the chunk that tells the role."""
     body = json.dumps(BODY | {"stream": True} | fields).encode()
     made = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     made.sendall(head("/v1/chat/completions", f"Content-Length: {len(body)}") + body)
-    while b"data: " not in made.recv(65536):
-        pass
+    found = b""
+    while found.count(b"data: ") < 2:
+        found += made.recv(65536)
     return made
 
 
