@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,15 +96,19 @@ class Serving:
 def serving(
     names: Mapping[str, tuple[int, int]] | None = None,
     *,
+    folders: Sequence[Path] = (),
     chats: bool = True,
     grace_seconds: float = 10.0,
     **options: Any,
 ) -> Iterator[Serving]:
-    """A server of random models, by name their seed and limit of positions; ``options`` of `Engine` and `Server`."""
+    """A server of random models, by name their seed and limit of positions, or of ``folders``; ``options`` of `Engine`
+    and `Server`."""
     models = {name: byte_model(*of) for name, of in (names or {"tiny": (0, POSITIONS)}).items()}
-    fleet = Fleet.of_modules(models, tokenizers=dict.fromkeys(models, byte_tokenizer()), budget="64MiB", device="cpu")
+    on_cpu: Any = {"budget": "64MiB", "host_memory": "256MiB", "device": "cpu"}
+    tokenizers = dict.fromkeys(models, byte_tokenizer())
+    fleet = Fleet(folders, **on_cpu) if folders else Fleet.of_modules(models, tokenizers=tokenizers, **on_cpu)
     template = ChatTemplate(TEMPLATE, "the test's template", {})
-    talk = {name: Chat.of(template, byte_tokenizer()) for name in models} if chats else {}
+    talk = {name: Chat.of(template, byte_tokenizer()) for name in fleet.models} if chats else {}
     of_engine = {name: options.pop(name) for name in ("max_waiting", "cache_bytes", "max_rows") if name in options}
     engine = Engine(fleet, **{"cache_bytes": 4 << 20, **of_engine})
     server = Server(engine, fleet, talk, **options)

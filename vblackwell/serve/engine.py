@@ -22,6 +22,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, VBEr
 from vblackwell.serve.draw import Drawing, Drawn, draw, on_device, tell, why_no_token, why_not_told
 from vblackwell.serve.paged_model import PagedModel, Share, block_bytes_of
 from vblackwell.serve.pages import PagePool
+from vblackwell.serve.pooling import add_rows, vector_of
 from vblackwell.serve.request import (
     Busy,
     Done,
@@ -29,6 +30,7 @@ from vblackwell.serve.request import (
     EngineState,
     Event,
     ModelState,
+    Pooled,
     Request,
     RequestTooLong,
     ServingFleet,
@@ -48,11 +50,13 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class _Flight:
-    """A pass that was launched: the texts that get a token of it, the tokens, and the logits that they are from."""
+    """A pass that was launched: the texts that get a token of it, the tokens, and the logits that they are from; the
+    vectors of those that are embedded."""
 
     drawing: Sequence[Text]
     drawn: Drawn | None
     logits_LV: Tensor
+    pooled: Sequence[tuple[Text, Tensor]]
 
 
 class Engine:
@@ -221,11 +225,12 @@ class Engine:
         if limit is not None and 0 < limit < wanted:  # transformers has -1 for none
             raise RequestTooLong(f"{what}: {request.model} reads {limit}: ask for fewer", wanted=wanted, limit=limit)
         if not model.paged:
-            if request.prompt_logprobs:
-                raise Unsupported(f"prompt_logprobs: {request.model} reads one text at a time, as {model.reason}")
+            if request.prompt_logprobs or request.pooling:
+                what = "pooling" if request.pooling else "prompt_logprobs"
+                raise Unsupported(f"{what}: {request.model} reads one text at a time, as {model.reason}")
             return
         held = model.positions * self._pool.total
-        if wanted - 1 > held:  # the last token is not read
+        if wanted - (request.pooling is None) > held:  # a last token that is drawn is not read
             raise RequestTooLong(
                 f"{what}: the pages for keys and values hold {held}: ask for fewer, or give more (cache_bytes)",
                 wanted=wanted,
@@ -368,10 +373,16 @@ class Engine:
         model, shares = found.line.model, list[Share]()
         for text, count in found.parts:
             read = text.tokens[text.computed : text.computed + count] if before is None else [0]
-            wanted = count if text.tells_prompt else int(before is not None or count == text.left)
+            draws = text.request.pooling is None and (before is not None or count == text.left)
+            wanted = count if text.tells_prompt else int(draws)
             shares.append(Share(read, text.computed, text.pages, wanted, found.of_prompts))
         model.served.touch()
-        if before is not None:
+        pooled = list[tuple[Text, Tensor]]()
+        if any(text.request.pooling for text, _ in found.parts):
+            with model.keeping_rows() as kept:
+                logits_LV = model.logits(shares)
+            pooled = _pooled(found, *kept)
+        elif before is not None:
             logits_LV = model.logits(shares, before.drawn.tokens_L if before.drawn else None)
         elif model.paged:
             logits_LV = model.logits(shares)
@@ -386,17 +397,23 @@ class Engine:
             if text.tells_prompt and share.wanted:
                 self._tell_prompt(text, logits_LV[at : at + share.wanted])
             at += share.wanted
-            if before is not None or count == text.left:
+            if text.request.pooling is None and (before is not None or count == text.left):
                 drawing.append(text)
                 rows.append(at - 1)
         if rows != [*range(len(logits_LV))]:
             logits_LV = logits_LV[on_device(rows, torch.int64, logits_LV.device)]
         drawings = [text.drawing for text in drawing]
-        return _Flight(drawing, draw(logits_LV, drawings, int(before is not None)) if drawing else None, logits_LV)
+        drawn = draw(logits_LV, drawings, int(before is not None)) if drawing else None
+        return _Flight(drawing, drawn, logits_LV, pooled)
 
     def _land(self, flight: "_Flight") -> None:
         """Wait for the tokens of a pass, and tell them."""
         self._steps += 1
+        for text, pooled_D in flight.pooled:
+            text.pooled_D = pooled_D
+            if not text.left:
+                self._tell(text, Pooled(pooled_D))
+                self._end(text, "stop")
         if flight.drawn is None:
             return
         tokens, told = flight.drawn.arrive()
@@ -484,6 +501,17 @@ class Engine:
 
 def _done(text: Text, reason: Reason, error: VBError | None) -> Done:
     return Done(reason, error, len(text.request.tokens), text.cached, text.drawing.drawn)
+
+
+def _pooled(found: Pass, rows_SD: Tensor) -> list[tuple[Text, Tensor]]:
+    """What is kept of the texts that a pass with these rows pools, and of those that it ends their vectors."""
+    told, at = list[tuple[Text, Tensor]](), 0
+    for text, count in found.parts:
+        if (how := text.request.pooling) is not None:
+            kept_D = add_rows(how, text.pooled_D, rows_SD[at : at + count])
+            told.append((text, vector_of(how, kept_D, len(text.tokens)) if count == text.left else kept_D))
+        at += count
+    return told
 
 
 def _vocabulary(model: PagedModel) -> int:

@@ -9,8 +9,8 @@ Legend: S rows of a pass, R texts of a pass, L rows whose logits are wanted, P p
 width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class PagedModel:
         on_gpu = self.paged and served.device.type == "cuda"
         self.graphs = PassGraphs(served.name) if on_gpu else None
         self._views: list[tuple[Tensor, Tensor]] = []
+        self._keeps_rows = False
 
     @property
     def paged(self) -> bool:
@@ -120,7 +121,7 @@ class PagedModel:
         values of all are in the pages then. ``tokens_R``: on the device, instead of the one that each text has."""
         count, form, numbers = self._lay_out(shares)
         with self._evaluating(), self.served.held() as place:
-            if self.graphs is not None and place is not None:
+            if self.graphs is not None and place is not None and not self._keeps_rows:  # which a replay does not tell
                 compute = lambda given: self._compute(_Rows(form, given, self.positions))[: form.given].float()  # noqa: E731
                 return self.graphs.logits(place, form, numbers, self.served.device, tokens_R, compute)[:count]
             rows = _Rows(form, numbers.to(self.served.device, non_blocking=True), self.positions)
@@ -184,6 +185,23 @@ class PagedModel:
         """Its weights are gone, or its pages."""
         if self.graphs is not None:
             self.graphs.clear()
+
+    @contextmanager
+    def keeping_rows(self) -> Iterator[list[Tensor]]:
+        """Inside, each call of `logits` adds the rows (S, D) after the last norm to the list. Raises Unsupported for a
+        model that is not a head on another one."""
+        trunk, kept = self.served.module.base_model, list[Tensor]()
+        if trunk is self.served.module:
+            raise Unsupported(
+                f"{self.served.name}: its rows before the head are not told, as it has no part without it"
+            )
+        handle = trunk.register_forward_hook(lambda module, given, output: kept.append(output.last_hidden_state[0]))
+        self._keeps_rows = True
+        try:
+            yield kept
+        finally:
+            self._keeps_rows = False
+            handle.remove()
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """As `evaluating`, which goes through all modules, where some are in training."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.generate.sampling import Sampling
+from vblackwell.serve.pooling import Rows
 from vblackwell.serve.sunk import SunkPages
 
 MAX_LOGPROBS = 64  # likeliest tokens told with each new one
@@ -71,6 +72,8 @@ class Request:
     logit_bias: added to the logits of these tokens. logprobs: so many likeliest tokens are told with each new one, 0:
     only its own probability, None: nothing. prompt_logprobs: the prompt's tokens are told too, before the new ones.
     end_tokens: of these the first ends the text and is told. constraint: a grammar.
+    pooling: no token is drawn (max_new_tokens is 0), and one ``Pooled`` told: of the rows after the last norm the last
+    token's, or the mean.
     """
 
     model: str
@@ -86,12 +89,14 @@ class Request:
     prompt_logprobs: bool = False
     end_tokens: frozenset[int] = frozenset()
     constraint: Constraint | None = None
+    pooling: Rows | None = None
 
     def __post_init__(self) -> None:
         biases = self.logit_bias.values()
         for name, holds, advice in (
             ("tokens", len(self.tokens) > 0, "give at least one token"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "give at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 1 or self.pooling is not None, "give at least 1"),
+            ("max_new_tokens", self.max_new_tokens == 0 or self.pooling is None, "give 0: pooling draws no token"),
             ("seed", -(1 << 63) <= self.seed < 1 << 63, f"give a number from {-(1 << 63)} to {(1 << 63) - 1}"),
             ("repetition_penalty", 0 < self.repetition_penalty <= MAX_NUMBER, "give an fp32 number above 0; 1 is none"),
             ("presence_penalty", abs(self.presence_penalty) <= MAX_NUMBER, "give a finite fp32 number; 0 is none"),
@@ -117,9 +122,16 @@ class Token:
 
 
 @dataclass(frozen=True)
+class Pooled:
+    """What ``pooling`` asks for: fp32 on the CPU, not normalized."""
+
+    vector_D: Tensor
+
+
+@dataclass(frozen=True)
 class Done:
-    """The last event. ``stop``: an end token or the grammar's end; ``length``: max_new_tokens; ``error`` has an error.
-    Counts are of tokens; those cached are part of the prompt's and were not computed."""
+    """The last event. ``stop``: an end token, the grammar's end or `Pooled`; ``length``: max_new_tokens; ``error``:
+    has one. Counts are of tokens; those cached are part of the prompt's and were not computed."""
 
     reason: Literal["stop", "length", "cancelled", "error"]
     error: VBError | None
@@ -128,7 +140,7 @@ class Done:
     new_tokens: int
 
 
-Event = Token | Done
+Event = Token | Pooled | Done
 
 
 @dataclass(frozen=True)

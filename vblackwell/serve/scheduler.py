@@ -43,6 +43,7 @@ class Text:
     known: int = 0  # pages that others may find
     alone: bool = False  # a pass that it shared failed: it is tried by itself
     step: Callable[[Sequence[int]], Tensor] | None = None  # of a model whose texts cannot share passes
+    pooled_D: Tensor | None = None  # of its computed rows, where their mean is wanted
 
     def __lt__(self, other: "Text") -> bool:
         return self.number < other.number
@@ -135,7 +136,7 @@ class Scheduler:
 
     def _release(self, text: Text) -> None:
         self.pool.give_up(text.pages)
-        text.pages, text.computed, text.known, text.found, text.step = [], 0, 0, 0, None
+        text.pages, text.computed, text.known, text.found, text.step, text.pooled_D = [], 0, 0, 0, None, None
 
     def next_pass(self) -> Pass | None:
         """The next pass, its pages taken; None where there is nothing to do."""
@@ -162,6 +163,7 @@ class Scheduler:
         for text in texts:
             drawing = text.drawing
             more = drawing.drawn + 1 < text.request.max_new_tokens and not drawing.changes_logits
+            more = more and text.request.pooling is None
             if text not in line.running or text.left or not more:
                 return None
         if not line.model.is_one_launch([text.computed // size + 1 for text in texts]):
@@ -250,8 +252,9 @@ class Scheduler:
         needed = -(-len(text.tokens) // size) + self._kept_for_older(text)
         if text.most_held is not None and needed - (text.most_held + pool.gained) > pool.free:
             return False  # without a look at all its tokens
-        # Of a prompt that is told every row is wanted.
-        found = [] if text.tells_prompt else pool.find(text.tokens, size, line.name, line.prompt_of(text))
+        # Of a prompt that is told, or whose mean is, every row is wanted.
+        of_all = text.tells_prompt or text.request.pooling == "mean"
+        found = [] if of_all else pool.find(text.tokens, size, line.name, line.prompt_of(text))
         held = pool.count_held(found)
         if needed - held > pool.free:
             text.most_held = held - pool.gained

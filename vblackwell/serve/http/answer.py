@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from vblackwell.serve.http.text import NewText, StopStrings, Vocabulary
 from vblackwell.serve.http.tool_calls import CallPart, ToolCalls
-from vblackwell.serve.request import Done, Request, Token
+from vblackwell.serve.request import Done, Pooled, Request, Token
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Answer:
     tells a call of a function that the request names as finished by 'stop'. ``echo``: text that comes first. ``last``:
     whether logprobs tell the end token. ``silent``: no new token is told. ``open_ended``: as many
     tokens as there is memory for. ``prompt``: number of the prompt that it
-    follows. ``over``: nothing that still comes is told, and the engine need not go on.
+    follows. ``vector_D``: its vector, where that is asked for, to be told with length 1 for ``normalize``. ``over``:
+    nothing that still comes is told, and the engine need not go on.
     """
 
     index: int
@@ -57,6 +59,8 @@ class Answer:
     last: bool = False
     silent: bool = False
     open_ended: bool = False
+    normalize: bool = False
+    vector_D: Tensor | None = None
     over: bool = False
     new_tokens: int = 0
     done: Done | None = None
@@ -77,8 +81,11 @@ class Answer:
             self._read = 0  # counted again, token by token
         return Piece(self.index, self.echo) if self.echo else None
 
-    def add(self, event: Token) -> Piece | None:
+    def add(self, event: Token | Pooled) -> Piece | None:
         """What ``event`` adds; None for nothing yet."""
+        if isinstance(event, Pooled):
+            self.vector_D = event.vector_D
+            return None
         if self.over:
             return None
         if event.of_prompt:

@@ -14,6 +14,7 @@ from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.folders.chat_prompt import ChatTemplate
 from vblackwell.generate.generate import encode
 from vblackwell.serve.http.answer import Answer
+from vblackwell.serve.http.embedding import Embedding, embedding_of
 from vblackwell.serve.http.grammar import Grammar, Grammars
 from vblackwell.serve.http.refusal import Refusal, invalid, unsupported
 from vblackwell.serve.http.running import refused
@@ -47,6 +48,7 @@ class Preparation:
         self._fleet, self._chats = fleet, chats
         self._vocabulary = cache(lambda name: Vocabulary(fleet.models[name].tokenizer))
         self._longest = cache(lambda name: max(map(_size, fleet.models[name].tokenizer.get_vocab())))
+        self._embeddings = cache(lambda name: embedding_of(fleet.models[name].folder))
         self._grammars = cache(lambda name: Grammars(fleet.models[name].tokenizer, self._ends(name, chat=True)))
 
     def served(self, name: object) -> Any:
@@ -69,16 +71,27 @@ class Preparation:
             answer.index = index
         return asked, answers
 
+    def _embedding(self, asked: Asked) -> Embedding | None:
+        """How the vectors that are asked for are made; None where texts are."""
+        if asked.vectors is None:
+            return None
+        how = self._embeddings(asked.model)
+        if isinstance(how, str):
+            raise invalid("model", f"{asked.model} {how}")
+        if asked.dimensions is not None and asked.dimensions not in how.lengths:
+            raise unsupported("dimensions", f"the folder of {asked.model} does not allow vectors of {asked.dimensions}")
+        return how
+
     def _prompts(self, asked: Asked, served: Any) -> list[tuple[int, ...]]:
         if asked.messages:
             return [self._chat_prompt(asked, served)]
         try:
             return [
-                self._encoded(prompt, served, "prompt", special_tokens=True) if isinstance(prompt, str) else prompt
+                self._encoded(prompt, served, asked.source, special_tokens=True) if isinstance(prompt, str) else prompt
                 for prompt in asked.prompts
             ]
         except ConfigurationError as error:
-            raise invalid("prompt", str(error)) from error
+            raise invalid(asked.source, str(error)) from error
 
     def _encoded(self, text: str, served: Any, param: str, *, special_tokens: bool) -> tuple[int, ...]:
         """The tokens of ``text``; one that no tokens within the model's limit can spell is refused unread."""
@@ -112,18 +125,21 @@ class Preparation:
 
     def _max_new_tokens(self, asked: Asked, served: Any, length: int) -> int:
         limit, most = served.position_limit, asked.max_tokens
+        least = int(asked.vectors is None)  # of a text that is not shown one token is drawn
         if limit is None:
-            return max(UNLIMITED_TOKENS if most is None else most, 1)
-        wanted = max(most or 1, 1)
+            return max(UNLIMITED_TOKENS if most is None else most, least)
+        wanted = max(most or least, least)
         if length + wanted > limit:
-            said = f"{length} tokens and {wanted} new ones are more than the {limit} that {asked.model} reads"
-            raise invalid("messages" if asked.messages else "prompt", said, "context_length_exceeded")
+            new = f" and {wanted} new ones" if wanted else ""
+            said = f"{length} tokens{new} are more than the {limit} that {asked.model} reads"
+            raise invalid(asked.source, said, "context_length_exceeded")
         return limit - length if most is None else wanted
 
     def _text(
         self, asked: Asked, served: Any, number: int, tokens: tuple[int, ...], most: int, choice: int, echo: str
     ) -> Answer:
         """Text number ``choice`` after prompt ``number``."""
+        how = self._embedding(asked)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed + choice
         request = Request(
             asked.model,
@@ -136,6 +152,7 @@ class Preparation:
             prompt_logprobs=asked.echo and asked.logprobs is not None,
             end_tokens=self._ends(asked.model, chat=bool(asked.messages)),
             constraint=self._constraint(asked),
+            pooling=None if how is None else how.rows,
             **asked.penalties,
         )
         return Answer(
@@ -152,6 +169,7 @@ class Preparation:
             last=not asked.messages,
             silent=asked.max_tokens == 0,
             open_ended=asked.max_tokens is None,
+            normalize=how is not None and how.normalize,
         )
 
     def _ends(self, name: str, *, chat: bool) -> frozenset[int]:

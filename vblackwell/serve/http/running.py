@@ -98,7 +98,7 @@ class Running:
         if isinstance(event, ask.Done):
             self._numbers.pop(answer.index, None)
             return self._end(answer, event)
-        if self._waits and not event.of_prompt:
+        if self._waits and isinstance(event, ask.Token) and not event.of_prompt:
             self._waits = False
             self._metrics.first_token(time.monotonic() - self._begun)
         piece = answer.add(event)

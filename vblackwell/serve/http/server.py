@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vblackwell.errors import VBError
 from vblackwell.serve.http.metrics import Metrics
 from vblackwell.serve.http.prepare import Chat, Preparation
-from vblackwell.serve.http.refusal import Refusal, invalid
+from vblackwell.serve.http.refusal import Refusal
 from vblackwell.serve.http.running import Limits, Running, refused
-from vblackwell.serve.http.wire import Asked, Reply, event, read_chat, read_completion, read_json
+from vblackwell.serve.http.wire import Asked, Reply, event, read_chat, read_completion, read_embedding, read_json
 
 PAGE = Path(__file__).with_name("chat.html")
 # The page runs its own script and talks to this server alone.
@@ -68,7 +68,7 @@ class Server:
             ("/v1/models/{name:path}", "GET", self._model),
             ("/v1/chat/completions", "POST", partial(self._answer, read_chat)),
             ("/v1/completions", "POST", partial(self._answer, read_completion)),
-            ("/v1/embeddings", "POST", self._embeddings),
+            ("/v1/embeddings", "POST", partial(self._answer, read_embedding)),
             ("/admin/load", "POST", partial(self._admin, "wake")),
             ("/admin/unload", "POST", partial(self._admin, "sleep")),
         ]
@@ -156,19 +156,13 @@ class Server:
         asked, answers = await run_in_threadpool(self._prepare, read, raw)
         running, reply = Running(self._engine, answers, self._limits, self._metrics), Reply(asked)
         self._running.add(running)
-        running.start("messages" if asked.messages else "prompt")
+        running.start(asked.source)
         if asked.stream:
             return _Events(_events(reply, running), running)
         try:
             return await _unless_gone(request, _whole(reply, running))
         finally:
             running.cancel()
-
-    async def _embeddings(self, request: Request) -> Response:
-        self._check_api_key(request)
-        name = read_json(await self._body(request)).get("model")
-        self._prepare.served(name)
-        raise invalid("model", f"{name} is a causal language model and has no embeddings: use a model made for them")
 
     # -- models, health, metrics ---------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 from vblackwell.generate.sampling import Sampling
 from vblackwell.serve.http.answer import Answer, Chosen, Piece
 from vblackwell.serve.http.conversation import Tools, read_messages, read_tools
+from vblackwell.serve.http.embedding import told
 from vblackwell.serve.http.refusal import invalid, number, only, parsed, typed, unsupported
 from vblackwell.serve.request import MAX_BIASES
 
@@ -24,7 +25,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 class Asked:
     """A request of either endpoint. ``prompts``: texts or tokens; a chat has ``messages`` instead. ``max_tokens``: None
     for all that the model's limit leaves. ``logprobs``: of how many likeliest tokens, None for none. ``schema``: what
-    the text must follow. ``template``: values for the chat template. Others as in OpenAI's reference."""
+    the text must follow. ``template``: values for the chat template. ``vectors``: the format of the vectors that are
+    asked for instead of texts, with so many ``dimensions``, None for all. Others as in OpenAI's reference."""
 
     model: str
     n: int
@@ -43,6 +45,13 @@ class Asked:
     tools: Tools = field(default_factory=Tools)
     schema: Mapping[str, Any] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    vectors: str | None = None
+    dimensions: int | None = None
+
+    @property
+    def source(self) -> str:
+        """The field that the texts are from."""
+        return "messages" if self.messages else "prompt" if self.vectors is None else "input"
 
 
 _SHARED = {
@@ -54,6 +63,7 @@ CHAT_FIELDS = _SHARED | {
     "response_format", "chat_template_kwargs",
 }  # fmt: skip
 COMPLETION_FIELDS = _SHARED | {"prompt", "echo"}
+EMBEDDING_FIELDS = {"model", "input", "encoding_format", "dimensions", "user"}
 # Fields of OpenAI's schema that are taken with a value that asks for nothing, as null does.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,), "modalities": (["text"],), "service_tier": ("auto", "default"), "best_of": (1,), "suffix": ("",),
@@ -142,17 +152,30 @@ def _is_tokens(value: Any) -> bool:
 
 def read_completion(body: dict[str, Any]) -> Asked:
     """The body of /v1/completions; raises Refusal."""
-    given = _fields(body, COMPLETION_FIELDS)
-    prompt, echo = given.get("prompt"), typed(given, "echo", bool, False)
-    prompts: Any = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(e, str) or _is_tokens(e) for e in prompts):
-        raise invalid("prompt", "a text, a list of numbers of tokens, or a list of either, is needed")
+    given, echo = _fields(body, COMPLETION_FIELDS), typed(body, "echo", bool, None)
     most = number(given, "max_tokens", 0 if echo else 1, 1 << 30, DEFAULT_COMPLETION_TOKENS, whole=True)
     shared = _shared(given, most, number(given, "logprobs", 0, 5, None, whole=True))
-    if (count := len(prompts) * shared["n"]) > MAX_CHOICES:
-        raise invalid("prompt", f"with n these are {count} texts: at most {MAX_CHOICES} are written at once")
-    told = tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
-    return Asked(**shared, prompts=told, echo=echo)
+    return Asked(**shared, prompts=_prompts(given, "prompt", shared["n"]), echo=bool(echo))
+
+
+def _prompts(given: dict[str, Any], name: str, n: int) -> tuple[str | tuple[int, ...], ...]:
+    prompt = given.get(name)
+    prompts: Any = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(e, str) or _is_tokens(e) for e in prompts):
+        raise invalid(name, "a text, a list of numbers of tokens, or a list of either, is needed")
+    if (count := len(prompts) * n) > MAX_CHOICES:
+        raise invalid(name, f"with n these are {count} texts: at most {MAX_CHOICES} are written at once")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+
+
+def read_embedding(body: dict[str, Any]) -> Asked:
+    """The body of /v1/embeddings; raises Refusal."""
+    given = _fields(body, EMBEDDING_FIELDS)
+    if (form := given.get("encoding_format", "float")) not in ("float", "base64"):
+        raise invalid("encoding_format", "float or base64 is needed")
+    length = number(given, "dimensions", 1, 1 << 30, None, whole=True)
+    shared = _shared(given, 0, None)
+    return Asked(**shared, prompts=_prompts(given, "input", 1), vectors=form, dimensions=length)
 
 
 def read_chat(body: dict[str, Any]) -> Asked:
@@ -239,6 +262,11 @@ class Reply:
 
     def whole(self, pieces: Sequence[Piece], answers: Sequence[Answer]) -> dict[str, Any]:
         """The answer in one body."""
+        if self._asked.vectors is not None:
+            vectors = [_vector(each, self._asked) for each in answers]
+            data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(vectors)]
+            read = {name: usage(answers)[name] for name in ("prompt_tokens", "total_tokens")}
+            return {"object": "list", "data": data, "model": self._asked.model, "usage": read}
         choices = [self._choice(index, [p for p in pieces if p.index == index]) for index in range(len(answers))]
         return self._head | {"choices": choices, "usage": usage(answers)}
 
@@ -293,6 +321,11 @@ def _likeliest(chosen: Chosen) -> dict[str, float] | None:
     for text, _, logprob in (*chosen.top, (chosen.text, chosen.raw, chosen.logprob)):
         told[text] = max(logprob, told.get(text, logprob))
     return told
+
+
+def _vector(answer: Answer, asked: Asked) -> str | list[float]:
+    assert answer.vector_D is not None and asked.vectors is not None, "its text has ended"
+    return told(answer.vector_D, answer.normalize, asked.dimensions, asked.vectors)
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
