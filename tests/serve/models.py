@@ -18,7 +18,7 @@ from vblackwell.serve import paged_model
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.paged_model import PagedModel
 from vblackwell.serve.pass_graphs import PassGraphs
-from vblackwell.serve.request import Done, Event, Request, Token
+from vblackwell.serve.request import Done, Event, Pooled, Request, Token
 from vblackwell.serve.sunk import SunkPages
 
 GREEDY = Sampling(temperature=0)
@@ -136,6 +136,12 @@ class Answer:
     def told(self) -> list[Token]:
         assert self.done
         return [event for event in self.events if isinstance(event, Token)]
+
+    @property
+    def vector(self) -> Tensor:
+        assert self.done.error is None
+        (pooled,) = (event for event in self.events if isinstance(event, Pooled))
+        return pooled.vector_D
 
     @property
     def tokens(self) -> list[int]:

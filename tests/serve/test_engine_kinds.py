@@ -1,6 +1,8 @@
 """Every causal architecture of transformers that can be made small: the engine writes what transformers writes, whether
 their texts share passes or not. A selection runs always, all with the mark ``slow``."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +16,12 @@ ALWAYS = ["deepseek_v3", "gpt_neox", "granitemoe", "olmo3", "phi3"]
 NEW = 5
 SHARING = ("llama qwen2 qwen3 mistral gemma2 gemma3_text mixtral gpt2 qwen3_moe glm4_moe phi starcoder2 olmoe stablelm "
     "cohere2 glm4_moe_lite smollm3 exaone4")  # fmt: skip
+
+
+@torch.no_grad()
+def rows_of(model: Any, prompt: list[int]) -> torch.Tensor:
+    """What transformers has for a text after the last norm."""
+    return model.base_model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0].float()
 
 
 @pytest.mark.parametrize("kind", selected(small_kinds(), ALWAYS))
@@ -32,5 +40,11 @@ def test_the_text_is_that_of_transformers(kind: str):
         answers = [ask(engine, prompt, NEW) for prompt in prompts]
         assert [answer.done.error for answer in answers] == [None] * 3
         assert [answer.tokens for answer in answers] == expected
+        if engine.state().models["m"].paged:
+            for prompt in prompts:
+                rows = rows_of(model, prompt)
+                found = [ask(engine, prompt, 0, pooling=how).vector for how in ("last", "mean")]
+                # fp32 through a few layers
+                torch.testing.assert_close(found, [rows[-1], rows.mean(0)], rtol=1e-3, atol=1e-4)
     finally:
         engine.close()

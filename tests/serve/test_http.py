@@ -20,7 +20,7 @@ from tests.serve.serving import Serving, serving
 from vblackwell.errors import VBError
 from vblackwell.serve.http import connection
 from vblackwell.serve.http.running import Limits
-from vblackwell.serve.http.wire import CHAT_FIELDS, COMPLETION_FIELDS, Reply
+from vblackwell.serve.http.wire import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS, Reply
 
 LIMITS = Limits(body_bytes=20_000, body_seconds=0.4, keep_alive_seconds=0.02)
 GO_ON = {"256": -100}  # no end token is drawn
@@ -469,11 +469,20 @@ def good(rng: random.Random, path: str) -> dict[str, Any]:
         "tools": [[{"type": "function", "function": {"name": "f"}}]],
         "tool_choice": ["auto", "none", "required"],
         "chat_template_kwargs": [{}] * 5 + [{"x": 1}], "model": ["tiny"] * 5 + ["none"],
+        "input": ["hi", [1, 2], ["a", [3]]], "encoding_format": ["float", "base64"], "dimensions": [1, 8],
     }  # fmt: skip
-    known = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}.get(path, set(choices))
+    known = {
+        "/v1/chat/completions": CHAT_FIELDS,
+        "/v1/completions": COMPLETION_FIELDS,
+        "/v1/embeddings": EMBEDDING_FIELDS,
+    }.get(path, set(choices))
     others = rng.random() < 0.5
     names = [name for name in choices if (name in known or others) and rng.random() < 0.3]
-    made = {"model": "tiny", "max_tokens": 2} | {name: rng.choice(choices[name]) for name in names}
+    made = (
+        {"model": "tiny"}
+        | ({} if path == "/v1/embeddings" else {"max_tokens": 2})
+        | {name: rng.choice(choices[name]) for name in names}
+    )
     if not others:  # what belongs together
         made |= {"stream": True} if "stream_options" in made else {}
         made |= {"logprobs": True} if "top_logprobs" in made else {}

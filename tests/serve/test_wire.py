@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.embedding_create_params import EmbeddingCreateParams
 
 from vblackwell.serve.http.refusal import Refusal
 from vblackwell.serve.http.wire import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
+    EMBEDDING_FIELDS,
     WITHOUT_EFFECT,
     Asked,
     read_chat,
     read_completion,
+    read_embedding,
     read_json,
 )
 
@@ -48,7 +51,8 @@ def test_every_field_of_the_published_schema_is_known():
     completions = {*completion_params.CompletionCreateParamsBase.__annotations__, "stream"}
     assert chats <= CHAT_FIELDS | set(WITHOUT_EFFECT)
     assert completions <= COMPLETION_FIELDS | set(WITHOUT_EFFECT)
-    assert not (CHAT_FIELDS | COMPLETION_FIELDS) & set(WITHOUT_EFFECT)
+    assert EmbeddingCreateParams.__annotations__.keys() <= EMBEDDING_FIELDS
+    assert not (CHAT_FIELDS | COMPLETION_FIELDS | EMBEDDING_FIELDS) & set(WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "enable_magic", "__proto__"])
@@ -143,6 +147,25 @@ def test_what_is_not_supported_inside_of_fields_is_refused(fields: dict[str, Any
 @pytest.mark.parametrize("prompt", [None, 3, [], [[]], [1, "x"], [["x"]], [-1], [True], [[1], 2]])
 def test_a_prompt_that_is_none(prompt: Any):
     assert refusal(completion, prompt=prompt) == (400, "prompt")
+
+
+def embedding(**fields: Any) -> Asked:
+    return read_embedding({"model": "m", "input": "hello", **fields})
+
+
+def test_a_body_that_asks_for_vectors():
+    assert embedding(input=["a", [1, 2]], encoding_format="base64", dimensions=4, user="me").prompts == ("a", (1, 2))
+    assert (embedding().vectors, embedding(dimensions=4).dimensions, embedding().source) == ("float", 4, "input")
+    assert refusal(embedding, temperature=1) == (422, "temperature")
+    for name, values in {
+        "input": [None, 3, [], [[]], ["x"] * 129],
+        "encoding_format": ["int8", {}],
+        "dimensions": [0, "4"],
+        "model": ["", 3],
+        "user": [3],
+    }.items():
+        for value in values:
+            assert refusal(embedding, **{name: value}) == (400, name), value
 
 
 def test_prompts():
