@@ -188,20 +188,24 @@ class PagedModel:
 
     @contextmanager
     def keeping_rows(self) -> Iterator[list[Tensor]]:
-        """Inside, each call of `logits` adds the rows (S, D) after the last norm to the list. Raises Unsupported for a
-        model that is not a head on another one."""
+        """Inside, each call of `logits` adds the rows (S, D) after the last norm to the list. Raises Unsupported at the
+        end for a model that does not call its base model for them, as OPT."""
         trunk, kept = self.served.module.base_model, list[Tensor]()
-        if trunk is self.served.module:
-            raise Unsupported(
-                f"{self.served.name}: its rows before the head are not told, as it has no part without it"
-            )
-        handle = trunk.register_forward_hook(lambda module, given, output: kept.append(output.last_hidden_state[0]))
+
+        def keep(module: Any, given: Any, output: Any) -> None:
+            if trunk is not self.served.module:
+                kept.append(output.last_hidden_state[0])
+
+        handle = trunk.register_forward_hook(keep)
         self._keeps_rows = True
         try:
             yield kept
         finally:
             self._keeps_rows = False
             handle.remove()
+        if not kept:
+            said = "the head is not called on the base model's rows, so that it has no embeddings here"
+            raise Unsupported(f"{self.served.name}: {said}")
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """As `evaluating`, which goes through all modules, where some are in training."""
