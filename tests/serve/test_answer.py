@@ -204,7 +204,7 @@ def test_vectors_are_cut_where_the_folder_allows_it(embedding: Any):
     [
         ("cls", openai.BadRequestError, "pools by cls_token"),
         ("dense", openai.BadRequestError, "Dense"),
-        ("prompt", openai.BadRequestError, "prompt 'query'"),
+        ("prompt", openai.BadRequestError, "default_prompt_name"),
         ("damaged", openai.BadRequestError, "cannot be read"),
         ("alone", openai.UnprocessableEntityError, "one text at a time"),
     ],

@@ -38,7 +38,7 @@ def embedding_of(folder: Path | None) -> Embedding | str:
         place = Path(str(modules[1]["path"])).name  # inside of the folder, whatever it says
         pools, config = read_json(folder / place / "config.json"), read_json(folder / "config.json")
         stated = folder / "config_sentence_transformers.json"
-        prompt = read_json(stated).get("default_prompt_name") if stated.is_file() else None
+        more = {name for name, value in (read_json(stated) if stated.is_file() else {}).items() if value is not None}
         cut = range(1, config["hidden_size"] + 1) if config.get("is_matryoshka") else ()
         lengths = frozenset(config.get("matryoshka_dimensions") or cut)
     except (OSError, ValueError, LookupError, TypeError, VBError) as error:
@@ -47,8 +47,8 @@ def embedding_of(folder: Path | None) -> Embedding | str:
     modes |= {str(pools["pooling_mode"])} if "pooling_mode" in pools else set()
     if len(modes) != 1 or not modes <= _ROWS.keys():
         return f"pools by {', '.join(sorted(modes)) or 'nothing'}, and only the last token or the mean are known"
-    if prompt is not None:
-        return f"puts the prompt {prompt!r} before each text, which is not done here"
+    if unknown := more & {"default_prompt_name", "truncate_dim"}:
+        return f"has {' and '.join(sorted(unknown))} in {stated.name}, which is not done here"
     return Embedding(_ROWS[modes.pop()], "Normalize" in kinds, lengths)
 
 
