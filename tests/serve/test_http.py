@@ -77,7 +77,9 @@ def streaming(server: Serving, **fields: Any) -> socket.socket:
     made.sendall(head("/v1/chat/completions", f"Content-Length: {len(body)}") + body)
     found = b""
     while found.count(b"data: ") < 2:
-        found += made.recv(65536)
+        part = made.recv(65536)
+        assert part, "the server ended"
+        found += part
     return made
 
 
@@ -476,7 +478,7 @@ def good(rng: random.Random, path: str) -> dict[str, Any]:
         "/v1/completions": COMPLETION_FIELDS,
         "/v1/embeddings": EMBEDDING_FIELDS,
     }.get(path, set(choices))
-    others = rng.random() < 0.5
+    others = rng.random() < 0.7
     names = [name for name in choices if (name in known or others) and rng.random() < 0.3]
     made = (
         {"model": "tiny"}
