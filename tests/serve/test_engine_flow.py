@@ -281,62 +281,6 @@ def test_texts_of_a_pass_that_fails_are_tried_alone(llama: Any):
         handle.remove()
 
 
-@pytest.mark.parametrize("how", ["last", "mean"])
-def test_a_vector_depends_on_no_pass(llama: Any, monkeypatch: pytest.MonkeyPatch, how: Any):
-    """Not on other texts, on pages so few that texts give theirs up, nor on passes that fail and come again."""
-    given = [[*range(3, 3 + length)] for length in (1, 40, 17, 16, 90, 33)]
-    engine = Engine(Residents({"m": llama}), cache_bytes=1 << 20)
-    alone = [ask(engine, tokens, 0, pooling=how).vector for tokens in given]
-    engine.close()
-    shared, pooled = 0, engine_module._pooled
-
-    def fail(found: Any, rows_SD: Any) -> Any:
-        nonlocal shared
-        shared += len(found.parts) > 1
-        kept = pooled(found, rows_SD)
-        if len(found.parts) > 1 and shared % 2:
-            raise RuntimeError("the disk is gone")
-        return kept
-
-    monkeypatch.setattr(engine_module, "_pooled", fail)
-    engine = Engine(Residents({"m": llama}), cache_bytes=8 * 16 * 256, max_rows=24)
-    try:
-        texts = [ask(engine, PROMPT, 20) for _ in range(3)]
-        vectors = [ask(engine, tokens, 0, pooling=how) for tokens in given]
-        assert all(torch.equal(one.vector, other) for one, other in zip(vectors, alone, strict=True))
-        assert {answer.done.reason for answer in texts} == {"length"} and shared > 2
-        assert vectors[0].done.new_tokens == 0 and engine.state().pages_used == 0
-        with pytest.raises(RequestTooLong):
-            ask(engine, [5] * 129, 0, pooling=how)
-        assert len(ask(engine, [5] * 128, 0, pooling=how).vector) == 32
-    finally:
-        engine.close()
-
-
-def test_a_vector_begins_anew_where_its_pages_go_to_an_older_text(llama: Any):
-    engine = Engine(Residents({"m": llama}), cache_bytes=8 * 16 * 256, max_rows=3)
-    given: Any = {"count": 0, "pooling": "mean"}
-    try:
-        alone = ask(engine, [5] * 90, **given).vector
-        ask(engine, PROMPT[:15], 80)
-        vector = ask(engine, [5] * 90, **given)  # 6 pages of 8, when the other text has one and takes 6
-        assert torch.equal(vector.vector, alone)
-    finally:
-        engine.close()
-
-
-def test_a_vector_that_is_no_numbers_fails_alone():
-    model = tiny("Llama")
-    model.model.embed_tokens.weight.data[66] = float("nan")
-    engine = Engine(Residents({"m": model}), cache_bytes=1 << 20)
-    try:
-        answers = [ask(engine, tokens, 0, pooling="mean") for tokens in (PROMPT, [66, 5], PROMPT)]
-        assert [answer.done.reason for answer in answers] == ["stop", "error", "stop"]
-        assert isinstance(answers[1].done.error, CorruptData)
-    finally:
-        engine.close()
-
-
 def test_a_listener_that_raises_loses_its_own_request(engine: Engine):
     def listen(event: Any) -> None:
         raise OSError("the client is gone")

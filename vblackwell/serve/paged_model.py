@@ -122,7 +122,10 @@ class PagedModel:
         count, form, numbers = self._lay_out(shares)
         with self._evaluating(), self.served.held() as place:
             if self.graphs is not None and place is not None and not self._keeps_rows:  # which a replay does not tell
-                compute = lambda given: self._compute(_Rows(form, given, self.positions))[: form.given].float()  # noqa: E731
+
+                def compute(given: Tensor) -> Tensor:
+                    return self._compute(_Rows(form, given, self.positions))[: form.given].float()
+
                 return self.graphs.logits(place, form, numbers, self.served.device, tokens_R, compute)[:count]
             rows = _Rows(form, numbers.to(self.served.device, non_blocking=True), self.positions)
             if tokens_R is not None:
