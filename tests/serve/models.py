@@ -71,6 +71,8 @@ class Resident:
     def touch(self) -> None:
         self.calls.append("touch")
 
+    is_whole = True
+
     def held(self) -> AbstractContextManager[int | None]:
         return nullcontext(0)
 

@@ -146,8 +146,8 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """The request ends with Done("cancelled") after the pass under way, unless it is over; its pages are free
-        then."""
+        """The request ends with Done("cancelled") after the passes under way, two at the most, unless it is over; its
+        pages are free then."""
         with self._change:
             self._cancelled.add(number)
             self._change.notify()
@@ -170,7 +170,6 @@ class Engine:
                     said = f"{each.name} has {count} requests: let them end first"
                     raise Busy(said, retry_after_s=self._interval_s)
             line.model.served.sleep()
-            line.model.forget()
 
         return self._order(sleep)
 
@@ -278,6 +277,8 @@ class Engine:
     def _take_in(self) -> bool:
         """Note what other threads want, waiting where there is nothing to do; False where all is over."""
         self._let_idle_sleep()
+        for line in self._scheduler.lines.values():
+            line.model.forget_unless_whole()
         with self._change:
             while not (self._texts or self._incoming or self._orders or self._closing_at is not None):
                 self._cancelled.clear()  # of texts that are over
@@ -340,8 +341,9 @@ class Engine:
         if flight is not None:
             self._scheduler.advance(found)
         while flight is not None:
-            called = self._incoming or self._cancelled or self._orders or self._closing_at is not None
-            following = None if called or time.monotonic() > until else self._scheduler.following(found)
+            called = self._incoming or self._cancelled or self._orders
+            last = min(until, self._closing_at or until)
+            following = None if called or time.monotonic() > last else self._scheduler.following(found)
             coming = error = None
             if following is not None:
                 try:
@@ -351,6 +353,7 @@ class Engine:
                 except Exception as raised:  # as in `_attempt`, once the tokens before it are told
                     error = raised
             self._land(flight)
+            self._scheduler.begin_turn()
             if following is not None and error is None:
                 self._scheduler.advance(following)
                 found = following
@@ -412,8 +415,7 @@ class Engine:
         for text, pooled_D in flight.pooled:
             text.pooled_D = pooled_D
             if not text.left:
-                self._tell(text, Pooled(pooled_D))
-                self._end(text, "stop")
+                self._end(text, "stop" if self._tell(text, Pooled(pooled_D)) else "cancelled")
         if flight.drawn is None:
             return
         tokens, told = flight.drawn.arrive()
@@ -427,12 +429,13 @@ class Engine:
             self._next(text, token, *told.get(row, (None, ())))
 
     def _failed(self, found: Pass, error: Exception) -> None:
-        texts = [text for text, _ in found.parts if text.number in self._texts]
-        if len(texts) != 1:
-            for text in texts:
+        if len(found.parts) > 1:
+            for text, _ in found.parts:
                 text.alone = True
             return
-        (text,) = texts
+        text, _ = found.parts[0]
+        if text.number not in self._texts:
+            return
         _log.warning("a request to %s failed", found.line.name, exc_info=error)
         self._fail(text, error)
 

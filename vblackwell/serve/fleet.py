@@ -33,7 +33,7 @@ from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.generation import workspace_bytes
-from vblackwell.serve.row_tiles import join_linears
+from vblackwell.serve.row_tiles import join_linears, part_linears
 from vblackwell.serve.served import Served
 from vblackwell.serve.shared_base import open_over_one_base
 from vblackwell.serve.sources import bytes_in_ram, check_names, folders_of, named, naming
@@ -43,7 +43,7 @@ from vblackwell.units import format_bytes
 
 # Operators on rows, fused on a GPU; of those with products, which compute in tiles, one that calls its linears.
 FUSED = ("norm", "feed_forward", "activation", "gate", "rotary", "positions")
-KEPT_S = 1.0  # that freed memory stays ours, for who comes next
+KEPT_S, KEPT_BUSY_S = 1.0, 30.0  # that freed memory stays reserved: giving it back takes 4 ms a GiB
 IN_USE_S = 1.0  # until a model that is used beyond its time is looked at again
 Family = tuple[Path, str]  # a folder of weights, and how they are packed as they are opened
 
@@ -155,7 +155,7 @@ class Fleet:
         self._reserved: dict[int, tuple[Tensor, Reservation]] = {}
         self._sunk: dict[int, SunkPages] = {}
         self._serial = 0
-        self._freed_at: float | None = None  # memory, which nobody else has been given yet
+        self._freed_at: float | None = None  # when memory was freed that is still reserved
         self._undo = ExitStack()
         if keep_alive is not None and not 0 <= keep_alive < math.inf:
             self.close()
@@ -217,8 +217,7 @@ class Fleet:
         adapter: Path | None = None,
     ) -> None:
         if weights is not None:
-            for linear in join_linears(module, weights.lie_together):
-                self._undo.callback(object.__setattr__, linear, "__class__", nn.Linear)
+            self._undo.callback(part_linears, join_linears(module, weights.lie_together))
         if self.stack.level0_device.type == "cuda" and not is_accelerated(module):
             accelerate_causal_lm(module, modules=FUSED, loss=False)
             self._undo.callback(restore_causal_lm, module)
@@ -354,14 +353,18 @@ class Fleet:
 
     def sleep_idle(self, busy: Collection[str] = ()) -> float | None:
         """Let models fall asleep that were not used for ``keep_alive`` seconds; not those that are ``busy``, by name,
-        since when they are used. While none is, other programs get what was freed. Seconds until the next one may
-        sleep; None where none will, as long as nothing is used."""
-        if not busy and self._freed_at is not None and time.monotonic() - self._freed_at >= KEPT_S:
-            self._freed_at = None
-            torch.cuda.empty_cache()
-        if self.keep_alive is None:
-            return None
+        since when they are used. Other programs get what was freed, soon. Seconds until there may be something to
+        do; None where there will not, as long as nothing is used."""
         waits, slept = list[float](), False
+        if self._freed_at is not None:
+            left = self._freed_at + (KEPT_BUSY_S if busy else KEPT_S) - time.monotonic()
+            if left <= 0:
+                self._freed_at = None
+                torch.cuda.empty_cache()
+            else:
+                waits.append(left)
+        if self.keep_alive is None:
+            return min(waits, default=None)
         for weights in self._weights:
             if weights.pinned or not weights.loaded_bytes:
                 continue

@@ -185,8 +185,13 @@ class PagedModel:
         return output.logits[0]
 
     def forget(self) -> None:
-        """Its weights are gone, or its pages."""
+        """Its pages are gone."""
         if self.graphs is not None:
+            self.graphs.clear()
+
+    def forget_unless_whole(self) -> None:
+        """Its graphs take memory, and are of no use where weights come and go."""
+        if self.graphs is not None and self.graphs.count and not self.served.is_whole:
             self.graphs.clear()
 
     @contextmanager

@@ -94,9 +94,11 @@ class PagePool:
     def _sink(self, page: int) -> None:
         """What it holds goes to RAM, for which what sank first is forgotten; or it is forgotten itself."""
         if self._ram is not None and self._known[page].before in self._live:  # else it is never found
-            if not self._spare and self._sunk:
+            ready = self._spare and self._ram.is_ready(self._spare[0] - self.total)
+            if not ready and self._sunk:  # all are in use, or the rest is not there yet
                 self._forget(next(iter(self._sunk)))
-            if self._spare and self._ram.is_ready(self._spare[0] - self.total):
+                ready = True
+            if ready:
                 block = self._spare.popleft()
                 self._sunk[block] = None
                 self._carry(page, block)
@@ -236,7 +238,7 @@ class PagePool:
 
 def salt_of(name: str, end: int, prompt: int | None) -> str:
     """What tells a page up to position ``end`` from one of equal tokens and other bits: tokens of the model ``name``
-    are read otherwise behind a ``prompt`` of so many."""
+    are read otherwise after a ``prompt`` of so many."""
     return name if prompt is None or end <= prompt else f"{name}\0{prompt}"
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from vblackwell.kernels.runtime.capture import Captured, capturing
 
 _log = logging.getLogger(__name__)
-MOST = 32  # graphs that are kept
-PASSES = 4  # that run as they are: a capture takes about as long as they lose
+MAX_GRAPHS = 32  # that are kept, those in use last
+PASSES_BEFORE_CAPTURE = 4  # which takes about as long as they lose
 
 
 class Form(NamedTuple):
@@ -42,7 +42,7 @@ class PassGraphs:
     """Graphs of one model, called ``name`` in what is logged; without a GPU their passes run as they are."""
 
     def __init__(self, name: str) -> None:
-        self.declined = ""  # why passes are launched kernel by kernel
+        self.declined = self._told = ""  # why passes are launched kernel by kernel, until weights move
         self._name, self._pool = name, cast(Any, None)
         self._place: int | None = None
         self._seen = Counter[Form]()
@@ -59,7 +59,7 @@ class PassGraphs:
 
     def clear(self) -> None:
         """Nothing lies where it did; what they held is free."""
-        self._pool = None  # torch takes no more for a pool whose graphs are all gone
+        self._pool, self.declined = None, ""  # torch takes no more for a pool whose graphs are all gone
         self._graphs.clear()
         self._seen.clear()
         self._outputs.clear()
@@ -79,7 +79,7 @@ class PassGraphs:
             self.clear()
             self._place = place
         if form in self._graphs:
-            static, graph, out_LV = self._graphs[form]
+            static, graph, out_LV = self._graphs[form] = self._graphs.pop(form)
             _fill(static, numbers, tokens_R)
             graph()
             return out_LV
@@ -87,14 +87,19 @@ class PassGraphs:
         _fill(static, numbers, tokens_R)
         found_LV = compute(static)
         self._seen[form] += 1
-        if self._seen[form] >= PASSES and not self.declined:
+        few = form.given <= form.requests  # logits, which a graph keeps room for
+        if few and self._seen[form] >= PASSES_BEFORE_CAPTURE and not self.declined:
             self._capture(form, static, compute, found_LV)
         return found_LV
 
     def _capture(self, form: Form, static: Tensor, compute: Callable[[Tensor], Tensor], found_LV: Tensor) -> None:
-        if len(self._graphs) >= MOST:
-            self._graphs.pop(next(iter(self._graphs)))
-        out_LV = self._outputs.setdefault(len(found_LV), torch.empty_like(found_LV))
+        if len(self._graphs) >= MAX_GRAPHS:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._seen[oldest]
+            self._outputs = {len(out_LV): out_LV for _, _, out_LV in self._graphs.values()}
+        out_LV = self._outputs.get(len(found_LV))
+        if out_LV is None:
+            out_LV = self._outputs[len(found_LV)] = torch.empty_like(found_LV)
 
         def run() -> None:
             out_LV.copy_(compute(static))
@@ -112,9 +117,11 @@ class PassGraphs:
             if not torch.equal(out_LV.view(torch.int32), found_LV.view(torch.int32)):
                 raise AssertionError("a replay gives other bits")
         except Exception as error:  # no memory, or whatever the model's code raises: a reason to launch it
-            self.declined = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            _log.warning("%s: its passes are launched kernel by kernel: capturing one: %s", self._name, self.declined)
             self.clear()
+            self.declined = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if self.declined != self._told:
+                self._told = self.declined
+                _log.warning("%s: passes are launched kernel by kernel: capturing one: %s", self._name, self._told)
         else:
             self._graphs[form] = static, graph, out_LV
 

@@ -188,6 +188,9 @@ class ServedModel(Protocol):
 
     def held(self) -> AbstractContextManager[int | None]: ...  # see `Served`
 
+    @property
+    def is_whole(self) -> bool: ...  # see `Served`
+
     def wake(self) -> None: ...
 
     def sleep(self) -> None: ...

@@ -130,6 +130,13 @@ def join_linears(model: nn.Module, lie_together: Callable[[list[nn.Parameter]], 
     return found
 
 
+def part_linears(linears: list[nn.Module]) -> None:
+    """Undo `join_linears`."""
+    for linear in linears:
+        del linear.__dict__["_vb_joint"]
+        object.__setattr__(linear, "__class__", nn.Linear)
+
+
 class _Joint:
     """Linears that are called one after the other with the same rows."""
 

@@ -25,7 +25,7 @@ LOADS_A_TURN = 4  # times that its first pass took, which waits for the weights:
 
 @dataclass(eq=False)
 class Text:
-    """A request on its way. ``computed`` tokens have their keys and values in ``pages``; what is behind them is still
+    """A request on its way. ``computed`` tokens have their keys and values in ``pages``; what comes after them is still
     to be read."""
 
     number: int
@@ -82,7 +82,7 @@ class Line:
         return self.model.served.name
 
     def prompt_of(self, text: Text) -> int | None:
-        """Tokens that are read otherwise than those behind them; None where all are read alike."""
+        """Tokens that are read otherwise than those after them; None where all are read alike."""
         return None if self.model.tile == self.model.prompt_tile else len(text.request.tokens)
 
 
@@ -122,9 +122,11 @@ class Scheduler:
 
     def remove(self, text: Text) -> None:
         """It is over; its pages are free, and known to others as far as they are whole."""
-        self._begin_turn()
+        self.begin_turn()
         line = self.lines[text.request.model]
         (line.running if text in line.running else line.waiting).remove(text)
+        if (prompt := line.prompt_of(text)) is not None:  # no other text finds what was written after it
+            self.pool.forget(text.pages[prompt // line.model.positions :])
         self._release(text)
 
     def preempt(self, text: Text) -> None:
@@ -140,7 +142,7 @@ class Scheduler:
 
     def next_pass(self) -> Pass | None:
         """The next pass, its pages taken; None where there is nothing to do."""
-        self._begin_turn()
+        self.begin_turn()
         for line in self._in_turn():
             found = self._plan(line) if line.model.paged else self._plan_alone(line)
             if found.parts:
@@ -177,8 +179,8 @@ class Scheduler:
         self.pool.move()
         return Pass(line, [(text, 1) for text in texts])
 
-    def _begin_turn(self) -> None:
-        """Called where no pass is under way: if the last one was the first of a turn, well or not, that begins now."""
+    def begin_turn(self) -> None:
+        """A pass is over, well or not: if it was the first of a turn, that begins now."""
         if self._switched_at is not None:
             now = self._clock()
             self._turn_ends = now + max(self._turn_s, LOADS_A_TURN * (now - self._switched_at))
@@ -286,8 +288,7 @@ class Scheduler:
         return True
 
     def advance(self, done: Pass) -> None:
-        """A pass is computed: its tokens are read, and pages that are whole now may be found by others."""
-        self._begin_turn()
+        """A pass is launched: its tokens are read, and pages that are whole then may be found by others."""
         size = done.line.model.positions
         for text, count in done.parts:
             if text not in done.line.running:  # it ended when its token, which this pass read, was known

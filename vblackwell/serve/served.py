@@ -73,6 +73,11 @@ class Served:
             if not self.weights.engine.bound:
                 self.wake()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it stays on level 0 from one forward to the next."""
+        return self.weights is None or bool(self.weights.engine.bound)
+
     @contextmanager
     def held(self) -> Iterator[int | None]:
         """Inside, without gradients, weights that are on level 0 as a whole stay there: a number, another one each time

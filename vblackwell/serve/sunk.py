@@ -79,6 +79,8 @@ class SunkPages:
         except torch.AcceleratorError:
             raise
         except (VBError, RuntimeError, OSError):  # these are read again, no text ends for it
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # what was begun must not write later
             _log.warning("%d pages could not be copied between level 0 and RAM", len(moves), exc_info=True)
             return False
         return True
