@@ -34,7 +34,7 @@ def on_meta(kind: str, sizes: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", WORDS)
 def test_a_model_that_cannot_share_says_why(kind: str):
-    forms, reason = layers_of(on_meta(kind, WORDS[kind][0]))
+    forms, reason, _ = layers_of(on_meta(kind, WORDS[kind][0]))
     assert forms == () and WORDS[kind][1] in reason
 
 
@@ -48,8 +48,8 @@ def test_a_model_of_another_kind_says_so():
 
 
 def test_the_form_of_each_layer_is_found():
-    assert layers_of(on_meta("Llama", HEADS)) == ((LayerForm(2, 8),) * 2, "")
-    assert layers_of(on_meta("Gemma2", {**HEADS, "head_dim": 16})) == ((LayerForm(2, 16),) * 2, "")
+    assert layers_of(on_meta("Llama", HEADS)) == ((LayerForm(2, 8),) * 2, "", False)
+    assert layers_of(on_meta("Gemma2", {**HEADS, "head_dim": 16})) == ((LayerForm(2, 16),) * 2, "", False)
 
 
 def mamba() -> Any:

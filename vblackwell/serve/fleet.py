@@ -33,7 +33,7 @@ from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.generation import workspace_bytes
-from vblackwell.serve.row_tiles import join_linears, part_linears
+from vblackwell.serve.row_tiles import join_linears, restore_linears, tile_linears
 from vblackwell.serve.served import Served
 from vblackwell.serve.shared_base import open_over_one_base
 from vblackwell.serve.sources import bytes_in_ram, check_names, folders_of, named, naming
@@ -217,7 +217,8 @@ class Fleet:
         adapter: Path | None = None,
     ) -> None:
         if weights is not None:
-            self._undo.callback(part_linears, join_linears(module, weights.lie_together))
+            self._undo.callback(restore_linears, join_linears(module, weights.lie_together))
+        self._undo.callback(restore_linears, tile_linears(module))
         if self.stack.level0_device.type == "cuda" and not is_accelerated(module):
             accelerate_causal_lm(module, modules=FUSED, loss=False)
             self._undo.callback(restore_causal_lm, module)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,14 +89,14 @@ def _call(
     return attend(module, query, key, value, attention_mask, options), None
 
 
-def layers_of(model: Any) -> tuple[tuple[LayerForm, ...], str]:
+def layers_of(model: Any) -> tuple[tuple[LayerForm, ...], str, bool]:
     """The form of each layer's keys in the order of the calls, or nothing and the reason why requests cannot share
-    passes of ``model``."""
+    passes of ``model``. Whether it multiplies rows otherwise than by torch's own linears and packed ones."""
     try:
         _check_kind(model)
-        return _run_without_weights(model), ""
+        return _run_without_weights(model)
     except _Odd as odd:
-        return (), str(odd)
+        return (), str(odd), True
 
 
 def _check_kind(model: Any) -> None:
@@ -127,16 +127,19 @@ def _check_kind(model: Any) -> None:
 class _Products(TorchFunctionMode):
     """Notes functions that mix rows, or multiply them, other than linears do."""
 
+    seen = False  # a product that is none of a linear's
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rows = next((x for x in args if isinstance(x, Tensor)), None)
         inner = 0 if rows is None or not rows.dim() else rows.shape[-1]
         if func in _OTHER_PRODUCTS or (func in PRODUCTS and args[1].dim() > 2 and inner > 1):
             raise _Odd(f"its layers compute by {func.__name__}, other than as linears over rows")
+        self.seen |= func in (F.linear, torch.addmm) or (func in PRODUCTS and args[1].dim() == 2)
         return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
-def _run_without_weights(model: Any) -> tuple[LayerForm, ...]:
+def _run_without_weights(model: Any) -> tuple[tuple[LayerForm, ...], str, bool]:
     kind, found = plain_class(model), list[tuple[LayerForm, int | None]]()
 
     def attend(
@@ -158,10 +161,12 @@ def _run_without_weights(model: Any) -> tuple[LayerForm, ...]:
         config.pad_token_id = None  # some look whether it is in a prompt
         with torch.device("meta"):
             probe = kind(config).eval()
-            for module in probe.modules():
-                _check_experts(module)
+            experts = [_check_experts(module) for module in probe.modules()]
+            for linear in probe.modules():
+                if type(linear) is nn.Linear:
+                    linear.__dict__["forward"] = partial(_without_product, linear.out_features)
             ids_1S = torch.zeros((1, 5), dtype=torch.int64)
-            with attending(configs_of(probe), attend), _Products():
+            with attending(configs_of(probe), attend), _Products() as products:
                 probe(ids_1S, position_ids=torch.arange(5)[None], use_cache=False)
     except _Odd:
         raise
@@ -179,17 +184,24 @@ def _run_without_weights(model: Any) -> tuple[LayerForm, ...]:
         raise _Odd(f"its layers do not say whether they look back no more than {window} tokens")
     if kinds is not None and slides != [each == "sliding_attention" for each in kinds]:
         raise _Odd("its layers do not say how far they look back")
-    return tuple(form for form, _ in found)
+    adapted = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    return tuple(form for form, _ in found), "", products.seen or any(experts) or adapted
 
 
-def _check_experts(module: Any) -> None:
-    """Experts choose rows by values, which a run without weights has not: the source says how they multiply."""
+def _without_product(out_features: int, x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _check_experts(module: Any) -> bool:
+    """Whether it is experts: they choose rows by values, which a run without weights has not. The source says how they
+    multiply."""
     kind = type(module)
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         raise _Odd(f"it has a {kind.__name__}")
     if not hasattr(kind, "_apply_gate"):
-        return
+        return False
     source = inspect.getsource(inspect.unwrap(kind.forward))
     if re.search(r"\b(bmm|matmul|einsum|baddbmm)\b|@", source):
         raise _Odd(f"the experts of {kind.__name__} compute other than as linears over rows")
     module.forward = lambda hidden, *rest, **named: torch.zeros_like(hidden)  # of the copy, which is thrown away
+    return True

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vblackwell.errors import Unsupported
@@ -28,7 +28,7 @@ from vblackwell.nn.convert.assignment import evaluating
 from vblackwell.serve.form import attending, configs_of, layers_of
 from vblackwell.serve.pass_graphs import Form, PassGraphs
 from vblackwell.serve.request import ServedModel
-from vblackwell.serve.row_tiles import RowTiles, has_packed, tile_packed
+from vblackwell.serve.row_tiles import RowTiles, has_packed, tile_packed, tiles_of
 
 # Rows of a tile: a GPU reads weights for 64 in the time of one, packed ones for 16, and multiplies 256 in little more.
 CPU_TILE, GPU_TILE, GPU_PACKED_TILE = 16, 64, 16
@@ -59,7 +59,7 @@ class PagedModel:
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.forms, self.reason = layers_of(served.module)
+        self.forms, self.reason, others = layers_of(served.module)
         widest = max((form.width for form in self.forms), default=0)
         if served.device.type == "cuda" and widest > WIDEST_HEAD:
             self.reason = f"its heads have {widest} numbers, and the kernels take {WIDEST_HEAD}"
@@ -70,6 +70,8 @@ class PagedModel:
             tile_packed(served.module)
         self._least = CPU_TILE if on_cpu else GPU_TILE  # rows that linears which are not packed compute
         self._modules = [*served.module.modules()]
+        # Looking at every function of torch takes the host as long as a model's own code.
+        self._tiles = RowTiles if others or any(type(each) is nn.Linear for each in self._modules) else tiles_of
         self._configs = configs_of(served.module)
         self.positions = 0  # of a page
         on_gpu = self.paged and served.device.type == "cuda"
@@ -180,7 +182,7 @@ class PagedModel:
             return rows.attend(q_SNH, k_SKH, v_SKH, *pages, options)[None]
 
         model: Any = self.served.module
-        with attending(self._configs, attend), RowTiles(max(rows.tile, self._least), rows.tile):
+        with attending(self._configs, attend), self._tiles(max(rows.tile, self._least), rows.tile):
             output = model(rows.ids_1S, position_ids=rows.positions_1S, use_cache=False, logits_to_keep=rows.wanted_L)
         return output.logits[0]
 

@@ -22,7 +22,7 @@ from vblackwell.nn.linear.one_input import is_plain, joined
 from vblackwell.nn.linear.packed_linear import PackedLinear
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-_rows: ContextVar[int | None] = ContextVar("rows of a tile of packed linears", default=None)
+_rows: ContextVar[tuple[int, int] | None] = ContextVar("rows of a tile, and of packed linears' tiles", default=None)
 _threads: ContextVar[int] = ContextVar("threads of a product", default=1)
 
 
@@ -64,7 +64,7 @@ class RowTiles(TorchFunctionMode):
         self._size, self._packed = rows, packed
 
     def __enter__(self) -> "RowTiles":
-        self._before = _rows.set(self._packed)
+        self._before = _rows.set((self._size, self._packed))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -103,9 +103,35 @@ def _tiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def in_tiles_too(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
         rows = _rows.get()
         product = lambda part: forward(self, part, *args, **named)  # noqa: E731
-        return product(x) if rows is None else in_tiles(x, product, rows)
+        return product(x) if rows is None else in_tiles(x, product, rows[1])
 
     return in_tiles_too
+
+
+def tile_linears(model: nn.Module) -> list[nn.Module]:
+    """Let torch's own linears compute in tiles by themselves; returns them. Where these and packed ones are all that
+    multiplies, `tiles_of` need not look at every function of torch."""
+    found: list[nn.Module] = [module for module in model.modules() if type(module) is nn.Linear]
+    for linear in found:
+        swap(linear, {"forward": _linear_in_tiles})
+    return found
+
+
+def _linear_in_tiles(self: Any, x: Tensor) -> Tensor:
+    rows = _rows.get()
+    if rows is None:
+        return F.linear(x, self.weight, self.bias)
+    return in_tiles(x, lambda part: F.linear(part, self.weight, self.bias), rows[0])
+
+
+@contextmanager
+def tiles_of(rows: int, packed: int) -> Iterator[None]:
+    """As `RowTiles`, for linears of `tile_linears`, `join_linears` and `tile_packed` alone."""
+    token = _rows.set((rows, packed))
+    try:
+        yield
+    finally:
+        _rows.reset(token)
 
 
 # Of one input, as transformers calls them.
@@ -130,10 +156,10 @@ def join_linears(model: nn.Module, lie_together: Callable[[list[nn.Parameter]], 
     return found
 
 
-def part_linears(linears: list[nn.Module]) -> None:
-    """Undo `join_linears`."""
+def restore_linears(linears: list[nn.Module]) -> None:
+    """Undo `join_linears` or `tile_linears`."""
     for linear in linears:
-        del linear.__dict__["_vb_joint"]
+        linear.__dict__.pop("_vb_joint", None)
         object.__setattr__(linear, "__class__", nn.Linear)
 
 
@@ -145,11 +171,12 @@ class _Joint:
         self._x: Tensor | None = None
         self._parts: list[Tensor] = []
 
-    def part(self, place: int, x: Tensor) -> Tensor:
+    def part(self, place: int, x: Tensor, rows: int) -> Tensor:
         if self._x is not x:
             weights = [linear.weight for linear in self._linears]
             weight = joined(weights)
-            product = F.linear(x, torch.cat(weights) if weight is None else weight)
+            together = torch.cat(weights) if weight is None else weight
+            product = in_tiles(x, lambda part: F.linear(part, together), rows)
             self._x, self._parts = x, [*product.split([len(each) for each in weights], -1)]
         found = self._parts[place]
         if place == len(self._parts) - 1:
@@ -158,7 +185,8 @@ class _Joint:
 
 
 def _part_of_joint(self: Any, x: Tensor) -> Tensor:
-    if _rows.get() is None:
+    rows = _rows.get()
+    if rows is None:
         return F.linear(x, self.weight)
     joint, place = self.__dict__["_vb_joint"]
-    return joint.part(place, x)
+    return joint.part(place, x, rows[0])
