@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.offload.layout.generation import workspace_bytes
 from vblackwell.serve.engine import Engine
 from vblackwell.serve.fleet import Fleet
+from vblackwell.serve.paged_model import PagedModel
 
 PROMPTS = ([5], [7, 8, 9], [3 + i % 40 for i in range(37)], [11 + i % 17 for i in range(70)])
 
@@ -120,6 +122,33 @@ def test_passes_ahead_of_their_tokens_write_the_same(kind: str, device: str, mon
         if seen is not None:
             assert seen.count > 20
     assert found[0] == found[1]
+
+
+def test_a_pass_ahead_that_fails_ends_no_text_that_can_go_on(monkeypatch: pytest.MonkeyPatch):
+    """One of two texts ends with the token that the pass would have read; the other is tried by itself."""
+    model = tiny("Llama")
+    first, second = (generated(model, prompt, 30) for prompt in PROMPTS[1:3])
+    end = next(place for place in range(9, 30) if first[place] not in first[:place])
+    AsOnGpu(monkeypatch)
+    engine = Engine(Residents({"m": model}), cache_bytes=1 << 20, max_rows=48)
+    logits, raised = PagedModel.logits, list[int]()
+
+    def fails(self: PagedModel, shares: Any, tokens_R: Any = None) -> torch.Tensor:
+        if tokens_R is not None and len(shares) == 2 and shares[0].begin == len(PROMPTS[1]) + end:
+            raised.append(1)
+            raise RuntimeError("too much for two")
+        return logits(self, shares, tokens_R)
+
+    monkeypatch.setattr(PagedModel, "logits", fails)
+    try:
+        answers = [
+            ask(engine, PROMPTS[1], 30, end_tokens=frozenset(first[end : end + 1])),
+            ask(engine, PROMPTS[2], 30),
+        ]
+        assert [answer.tokens for answer in answers] == [first[: end + 1], second]
+        assert raised and [answer.done.reason for answer in answers] == ["stop", "length"]
+    finally:
+        engine.close()
 
 
 @pytest.mark.gpu

@@ -209,12 +209,14 @@ def test_loads_take_a_small_part_of_the_time(load_s: float, fails: bool):
         found = scheduler.next_pass()
         assert found is not None
         swapped = found.line.name != awake
+        if not (swapped and fails):
+            scheduler.advance(found)  # when it is launched
         now += 0.1 + load_s * swapped
         swaps, awake = swaps + swapped, found.line.name
         if swapped and fails:
             scheduler.remove(found.parts[0][0])  # the others go on
             continue
-        scheduler.advance(found)
+        scheduler.begin_turn()
         for text, _ in found.parts:
             text.tokens.extend([7] * (not text.left))
             if len(text.tokens) > 40:  # they never end, and hold few pages
@@ -502,3 +504,26 @@ def test_a_copy_that_fails_is_told_and_the_next_one_works(sunk: Any, caplog: pyt
     memory[:] = 0
     assert ram.move([(2, 1)]) and memory.view(2, -1)[:, 0].tolist() == [0, 7]
     ram.close()
+
+
+def test_ram_that_never_comes_keeps_none_from_what_is_there(monkeypatch: pytest.MonkeyPatch):
+    """Of six blocks two are there: what sank first gives way."""
+    pool, ram = pool_of(2, 6)
+    monkeypatch.setattr(ram, "is_ready", lambda block: block < 2)
+    for number in range(6):
+        pool.give_up(begin(pool, ram, [number] * (2 * P)))
+    assert pool.sunk == 2 and len(pool.find([4] * (2 * P + 1), P, "m")) == 2
+
+
+def test_what_only_one_text_could_find_is_forgotten_with_it():
+    """Written tokens, where a prompt's tiles are others."""
+    scheduler = scheduler_of("a", 40)
+    scheduler.lines["a"].model.prompt_tile = 48
+    text = text_of(1, PROMPT)
+    scheduler.add(text)
+    for _ in range(80):
+        compute(scheduler)
+    pages, found = len(text.pages), scheduler.pool.find(text.tokens, 16, "a", len(PROMPT))
+    assert len(found) == pages - 1 and scheduler.pool.find(text.tokens, 16, "a") == found[:3]
+    scheduler.remove(text)
+    assert scheduler.pool.find(text.tokens, 16, "a", len(PROMPT)) == found[:3]

@@ -10,7 +10,15 @@ from transformers.pytorch_utils import Conv1D
 
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.packed_linear import pack
-from vblackwell.serve.row_tiles import RowTiles, in_tiles, tile_packed
+from vblackwell.serve.row_tiles import (
+    RowTiles,
+    in_tiles,
+    join_linears,
+    restore_linears,
+    tile_linears,
+    tile_packed,
+    tiles_of,
+)
 
 
 class Adapter(nn.Module):
@@ -55,6 +63,33 @@ def test_a_row_is_the_same_in_any_company(kind: str):
         for count in (1, 5, 16, 17, 36):
             assert torch.equal(model(x[:, :count]), together[:, :count])
             assert torch.equal(model(x.flip(1)[:, :count]), together.flip(1)[:, :count])
+
+
+@torch.no_grad()
+def test_linears_tile_themselves_and_join():
+    """As the mode tiles them, and as one product of those that share rows; afterwards they are torch's own."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    for name, width in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8)):
+        model.add_module(name, nn.Linear(48, width, bias=False))
+    model.add_module("o_proj", nn.Linear(48, 40))
+    linears, x = [*model.children()], torch.randn(1, 37, 48)
+    plain = [linear(x) for linear in linears]
+    with RowTiles(16, 16):
+        tiled = [linear(x) for linear in linears]
+    changed = [*join_linears(model, lambda weights: len(weights) == 3), *tile_linears(model)]
+    assert changed == linears and all(map(torch.equal, plain, [linear(x) for linear in linears]))
+    with tiles_of(16, 16):
+        found = [linear(x) for linear in linears]
+        assert torch.equal(found[3], tiled[3])
+        for one, other in zip(found, tiled, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)  # fp32 sums of 48 in another order
+        for count in (1, 16, 17):
+            parts = [linear(part) for part in [x[:, :count]] for linear in linears]
+            assert all(torch.equal(part, whole[:, :count]) for part, whole in zip(parts, found, strict=True))
+        assert torch.equal(linears[1](x), found[1])  # asked for alone
+    restore_linears(changed)
+    assert {type(linear) for linear in linears} == {nn.Linear} and "_vb_joint" not in linears[0].__dict__
 
 
 def test_every_product_sees_one_number_of_rows():
