@@ -11,6 +11,8 @@ from tests.nn.convert.tiny_models import small_kinds, tiny_model
 from tests.serve.models import Residents, ask
 from vblackwell.errors import Unsupported
 from vblackwell.serve.engine import Engine
+from vblackwell.serve.fleet import Fleet
+from vblackwell.serve.paged_model import PagedModel, Share, block_bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
 ALWAYS = ["deepseek_v3", "gpt_neox", "granitemoe", "olmo3", "opt", "phi3"]
@@ -51,3 +53,21 @@ def test_the_text_is_that_of_transformers(kind: str):
                 torch.testing.assert_close(found, [rows[-1], rows.mean(0)], rtol=1e-3, atol=1e-4)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("kind", selected(small_kinds(), ALWAYS))
+def test_rows_are_the_same_in_any_company(kind: str):
+    """In a fleet, where linears tile themselves unless a model multiplies otherwise as well."""
+    draw = torch.Generator().manual_seed(1)
+    lengths, pages = (5, 19, 30, 11), ([1], [2, 3], [4, 5], [6])
+    prompts = [torch.randint(3, 93, (length,), generator=draw).tolist() for length in lengths]
+    shares = [Share(prompt, 0, held, len(prompt), True) for prompt, held in zip(prompts, pages, strict=True)]
+    with Fleet.of_modules({"m": tiny_model(kind)}, budget="64MiB", host_memory="64MiB", device="cpu") as fleet:
+        model = PagedModel(fleet.models["m"])
+        if not model.paged:
+            return
+        block = block_bytes_of([model])
+        model.place(fleet.reserve(block * 8), block)
+        fleet.models["m"].touch()
+        alone = [model.logits([share]).clone() for share in shares]
+        assert torch.equal(model.logits(shares), torch.cat(alone))
