@@ -43,6 +43,23 @@ def test_greedy_texts_are_those_of_transformers(kind: str):
         engine.close()
 
 
+def check_company(fleet: Any, asked: list[dict[str, Any]], **options: Any) -> Iterator[Any]:
+    """What each request is told when it has the engine to itself is what it is told in company; the lines of both."""
+    found = []
+    for together in (False, True):
+        engine = Engine(fleet, **options)
+        try:
+            answers = []
+            for request in asked:
+                answers.append(ask(engine, **request))
+                assert together or answers[-1].done
+            found.append([answer.told for answer in answers])
+            yield engine._scheduler.lines.values()
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WORKSPACE = {"cpu": 0, "cuda": workspace_bytes(0)}  # of the budget: none is counted of an arena
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4}  # heads of 16, the least of the kernels
@@ -79,18 +96,7 @@ def test_bits_are_those_of_each_request_alone_in_bf16(device: str):
     ]
     budget = (8 << 20) + WORKSPACE[device]
     with Fleet.of_modules(models, budget=budget, host_memory="64MiB", device=device) as fleet:
-        found = []
-        for together in (False, True):
-            engine = Engine(fleet, cache_bytes=1 << 20, max_rows=40)
-            try:
-                answers = []
-                for request in asked:
-                    answers.append(ask(engine, **request))
-                    assert together or answers[-1].done
-                found.append([answer.told for answer in answers])
-            finally:
-                engine.close()
-        assert found[0] == found[1]
+        assert len([*check_company(fleet, asked, cache_bytes=1 << 20, max_rows=40)]) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -174,20 +180,9 @@ def test_many_texts_share_graphs_and_keep_their_bits():
     pages = 64 << 20
     budget = pages + 3 * size // 2 + WORKSPACE["cuda"]
     with Fleet.of_modules(models, budget=budget, host_memory="256MiB", device="cuda") as fleet:
-        found = []
-        for together in (False, True):
-            engine = Engine(fleet, cache_bytes=pages, max_rows=200, turn_s=0.05)
-            try:
-                answers = []
-                for request in asked:
-                    answers.append(ask(engine, **request))
-                    assert together or answers[-1].done
-                found.append([answer.told for answer in answers])
-                graphs = [line.model.graphs for line in engine._scheduler.lines.values()]
-                assert not any(each.declined for each in graphs) and any(each.count for each in graphs)
-            finally:
-                engine.close()
-        assert found[0] == found[1]
+        for lines in check_company(fleet, asked, cache_bytes=pages, max_rows=200, turn_s=0.05):
+            graphs = [line.model.graphs for line in lines]
+            assert not any(each.declined for each in graphs) and any(each.count for each in graphs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
