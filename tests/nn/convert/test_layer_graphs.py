@@ -32,7 +32,7 @@ from tests.nn.convert.test_fused_modules_lean import (
 )
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import StaleTensor
-from vblackwell.kernels.pointwise import layer_graphs
+from vblackwell.kernels.pointwise import layer_graphs, rows_triton
 from vblackwell.kernels.pointwise.layer import own_layer
 from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs, graphs_in_use
 from vblackwell.kernels.runtime.capture import Captured, capturing
@@ -49,9 +49,26 @@ from vblackwell.offload.optimizer import VGPUAdamW
 MUCH = 1 << 40
 
 
+def turned(
+    q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
+) -> tuple[torch.Tensor, ...]:
+    """As `rows_triton.rotate`: a program for each position, which takes the interpreter most of a test's time."""
+    cos, sin = (table[:, None] if table.dim() == 3 else table for table in (cos, sin))
+    (cos_left, cos_right), (sin_left, sin_right) = cos.chunk(2, -1), sin.chunk(2, -1)
+    found = []
+    for left, right in (x.chunk(2, -1) for x in (q_BNSH, k_BKSH)):
+        if inverse:
+            both = (left * cos_left + right * sin_right, right * cos_right - left * sin_left)
+        else:
+            both = (left * cos_left - right * sin_left, right * cos_right + left * sin_right)
+        found.append(torch.cat(both, -1).to(left.dtype))
+    return tuple(found)
+
+
 @pytest.fixture
 def fused(wanted, monkeypatch) -> Iterator[None]:  # noqa: F811 - linears on the CPU may be fused
     monkeypatch.setattr(fused_layers, "MOST_WEIGHTS", 100)  # inputs here are small
+    monkeypatch.setattr(rows_triton, "rotate", turned)
     with use_backend("rotary", "triton"):
         yield
 
