@@ -110,3 +110,13 @@ def test_preparing_twice_changes_nothing():
     kind = type(model[0])
     tile_packed(model)
     assert type(model[0]) is kind and isinstance(model[0], FusedFP4Linear)
+
+
+def test_a_gate_of_one_number_a_row_is_the_same_in_any_company():
+    """Also where fewer rows than fill a processor's registers are computed by another function."""
+    x_MN1 = torch.randn(1 << 12, 5, 1, generator=torch.Generator().manual_seed(0)) * 3
+    with RowTiles(16, 16):
+        together, alone = torch.sigmoid(x_MN1), torch.stack([F.sigmoid(rows) for rows in x_MN1])
+    assert torch.equal(together, alone) and together.shape == x_MN1.shape
+    # fp32: torch's two functions are within some last bits of each other
+    torch.testing.assert_close(together, torch.sigmoid(x_MN1), rtol=1e-6, atol=0)

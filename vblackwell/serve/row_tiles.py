@@ -22,6 +22,7 @@ from vblackwell.nn.linear.one_input import is_plain, joined
 from vblackwell.nn.linear.packed_linear import PackedLinear
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+VECTOR_BYTES = 128  # of two registers of AVX-512, which torch's loops take at once
 _rows: ContextVar[tuple[int, int] | None] = ContextVar("rows of a tile, and of packed linears' tiles", default=None)
 _threads: ContextVar[int] = ContextVar("threads of a product", default=1)
 
@@ -82,7 +83,15 @@ class RowTiles(TorchFunctionMode):
             return in_tiles(x, lambda part: torch.addmm(bias, part, weight, **kwargs), self._size)
         if func in PRODUCTS and len(args) == 2 and args[1].dim() == 2 and not kwargs:  # of adapters
             return in_tiles(args[0], lambda part: torch.matmul(part, args[1]), self._size)
+        if func in (torch.sigmoid, Tensor.sigmoid) and args[0].shape[-1] == 1 and args[0].device.type == "cpu":
+            return _gates(args[0])
         return func(*args, **kwargs)
+
+
+def _gates(x_M1: Tensor) -> Tensor:
+    """The sigmoid of a number a row. A CPU's loops take the numbers that fill no register by another function: 16 rows
+    of one number are no AVX-512's, 32 are."""
+    return x_M1.expand(*x_M1.shape[:-1], VECTOR_BYTES // x_M1.itemsize).contiguous().sigmoid()[..., :1]
 
 
 def has_packed(model: nn.Module) -> bool:
