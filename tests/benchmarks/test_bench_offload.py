@@ -153,8 +153,8 @@ def test_ratios_know_floor_and_aim(bench):
     from benchmarks.lib.offload.case import Result
     from benchmarks.lib.offload.report import ratio_lines
 
-    def result(system: str, speed: float, reserved: int, losses: list[float]) -> Result:
-        return Result(system, tokens=1, tokens_per_second=speed, peak_reserved=reserved, losses=losses)
+    def result(system: str, speed: float, reserved: int, losses: list[float], tokens: int = 1) -> Result:
+        return Result(system, tokens=tokens, tokens_per_second=speed, peak_reserved=reserved, losses=losses)
 
     ran = [result("plain", 100, 80, [1.0]), result("resident", 120, 60, [2.0]), result("streamed", 96, 10, [2.5])]
     found = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran, clipped=False)[1:]}
@@ -166,6 +166,9 @@ def test_ratios_know_floor_and_aim(bench):
     assert clipped["streamed, tokens/s over plain"] == "floor met"
     against_resident = [line for line in ratio_lines(ran, clipped=True) if "over resident" in line]
     assert [line.split()[-1] for line in against_resident] == ["0.800"], "no floor is known there"
+    for tokens, said in ((8192, "floor met"), (16384, "MISSED"), (4096, "0.500")):  # floors are of tokens a step
+        pair = [result("held", 100, 80, [], tokens), result("lines", 50, 8, [], tokens)]
+        assert ratio_lines(pair, clipped=False)[1].endswith(said)
     failed = [Result("plain", "failed"), ran[2]]
     assert len(ratio_lines(failed, clipped=False)) == 1, "no ratio to what did not run"
 
