@@ -178,8 +178,9 @@ def test_the_ways_of_a_card(monkeypatch, capsys):
 def test_what_is_to_be_typed_is_understood(capsys):
     """All flags are known; what stops the commands is that there is no such folder."""
     folder = "no/such/folder"
-    found = WhatFits({folder: KNOWN_MODELS["tiny-c"]}).ways(folder, place(518 * MiB, host=2 * MiB, disk=1 * GiB))
-    commands = [what_fits_command._command(fit, folder) for fit in found.values() if isinstance(fit, Fit)]
+    here = place(518 * MiB, host=2 * MiB, disk=1 * GiB)
+    found = WhatFits({folder: KNOWN_MODELS["tiny-c"]}).ways(folder, here)
+    commands = [what_fits_command._command(fit, folder, here) for fit in found.values() if isinstance(fit, Fit)]
     typed = [shlex.split(command)[1:] for command in commands if command.startswith("vb ")]
     assert len(typed) >= 4 and any("--disk-memory" in words for words in typed)
     for words in typed:
@@ -211,7 +212,7 @@ def test_a_sequence_is_not_longer_than_the_model_knows(monkeypatch):
     found = answers.ways("mine", place(8 * GiB))
     trained = found["train-resident"]
     assert isinstance(trained, Fit) and trained.batch == (32, 2, 1)
-    command = what_fits_command._command(trained, "mine")
+    command = what_fits_command._command(trained, "mine", place(8 * GiB))
     assert "--seq-length 32 --batch-size 2 --vgpu-auto" in command and "--placement resident" in command
     lines = what_fits_command.way_lines("mine", answers, "a card", place(8 * GiB), found)
     assert any("sequences of 32 tokens" in line for line in lines)
@@ -269,3 +270,20 @@ def test_no_failure_to_pack_counts_as_a_model_that_is_not_packed(monkeypatch):
     monkeypatch.setattr(what_fits, "store_linears", refuse)
     with pytest.raises(Unsupported, match="no such layout"):
         what_fits._pack(model)
+
+
+def test_a_machine_without_a_gpu_trains_in_fp32():
+    """As `vb train` there: an update follows each gradient, so states are 12 bytes; by the rate of fp32 products."""
+    here = replace(place(8 * GiB), has_gpu=False)
+    slow = replace(here, rates=replace(here.rates, matmul_half=here.rates.matmul_half / 100))
+    answers = WhatFits(NAMES)
+    found, other = (answers.ways("tiny-c", each) for each in (here, slow))
+    trained, over = found["train-resident"], found["adapters-bf16"]
+    assert isinstance(trained, Fit) and isinstance(over, Fit)
+    assert trained.gpu >= 12 * answers.parameters("tiny-c")
+    for way in ("train-resident", "adapters-bf16", "adapters"):
+        fits = found[way], other[way]
+        assert all(isinstance(fit, Fit) for fit in fits) and fits[0].tokens_per_second == fits[1].tokens_per_second
+    said = "\n".join(what_fits_command.way_lines("tiny-c", answers, "this machine", here, found))
+    assert "train adapters over fp32" in said and "--precision fp32" in said and "bf16 " not in said.split("run in")[2]
+    assert "a step, fp32, checkpointing" in said

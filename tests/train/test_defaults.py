@@ -98,6 +98,7 @@ def test_a_resumed_run_chooses_nothing_anew(then):
         (GPU, 700, 10**9, 704, "the longest document has 700"),
         (GPU, 700, 0, 704, "the longest document has 700"),
         (GPU, 40, 0, 40, "the longest document has 40"),
+        (GPU, 1, 0, 2, "the longest document has 1"),  # a sequence has a token and the next one
         (GPU, 9000, 100_000, 960, "an epoch of 100,000 tokens keeps 100 rows"),
         (GPU, 9000, 5000, 128, "keeps 100 rows"),
         (GPU, 9000, 200, 99, "one held out"),

@@ -5,7 +5,8 @@ A model is built without bytes, traced, placed by the offload runtime's own code
 lanes; without a model, from the largest that its states do not already rule out down to the first that fits.
 
 - *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 x 1,024 tokens a step, in few forwards.
-- *adapters*: LoRA of rank 16 on every linear over a frozen base in bf16, or packed to nvfp4; the same batch.
+- *adapters*: LoRA of rank 16 on every linear over a frozen base in bf16, or packed to nvfp4; the same batch. A machine
+  without a GPU trains in fp32, all weights and adapters, as `vb train` there.
 - *run*: one text of at most 2,048 tokens, linears in bf16, or packed to nvfp4. A token reads its keys and
   values and all weights once, of experts those that it meets; what does not stay on the GPU crosses the link, experts
   that it does not meet as well, or comes from the disk, meanwhile.
@@ -147,7 +148,7 @@ class WhatFits:
         return None if isinstance(found, Lacking) or (only_resident and not found.resident) else found
 
     def _way(self, way: str, name: str, place: Machine, placements: tuple[str, ...] = PLACEMENTS) -> Fit | Lacking:
-        self._say(f"{WORDS[way]}: {name}")
+        self._say(f"{words_of(way, place)}: {name}")
         task, _, kind = way.partition("-")
         try:
             if task == "plain":
@@ -163,7 +164,7 @@ class WhatFits:
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
         state = parameters * (MIN_STATE if trains else MIN_PACKED)
-        least = (parameters * MIN_RESIDENT if trains else self.packed_bytes(name)) if only_resident else state
+        least = (parameters * _resident_bytes(place) if trains else self.packed_bytes(name)) if only_resident else state
         if least > bounds.gpu + (0 if only_resident else bounds.host + bounds.disk):
             return False
         if task == "run":
@@ -175,17 +176,20 @@ class WhatFits:
         experts = fields.get("num_local_experts") or fields.get("num_experts") or 1
         active = parameters * fields.get("num_experts_per_tok", 1) / experts
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
-        return min(by_disk, rates.product_share * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
+        products = rates.matmul_half if place.has_gpu else rates.matmul_fp32
+        return min(by_disk, rates.product_share * products / (6 * active)) >= MIN_SPEED[task]
 
     def _positions_of(self, name: str) -> int:
         """That the model knows; those of a text where its configuration does not say."""
         found = getattr(_text_config(self._model(name)), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else POSITIONS
 
-    def _run_of(self, name: str, kind: str, tiled: bool = True) -> Run:
-        """``kind``: 'plain', 'train', or of `WAYS` that train adapters; ``tiled``: packed weights lie as on a GPU."""
+    def _run_of(self, name: str, kind: str, on_gpu: bool = True) -> Run:
+        """``kind``: 'plain', 'train', or of `WAYS` that train adapters."""
         length = min(SEQ_LENGTH, self._positions(name))
-        spec = replace(of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}")
+        spec = replace(
+            of_config(dict(self._fields[name]), name, length), name=f"{name} {kind}{'' if on_gpu else ' on a CPU'}"
+        )
         plain = kind == "plain"
 
         build = spec.build
@@ -193,12 +197,12 @@ class WhatFits:
         def fused(dtype: torch.dtype) -> nn.Module:
             """As it is trained, in all of its traces."""
             packs = kind == "adapters"
-            model = self._adapted(name, packs, tiled) if kind.startswith("adapters") else build(dtype)
+            model = self._adapted(name, packs, on_gpu) if kind.startswith("adapters") else build(dtype)
             fuse(model)
             return model
 
         spec = spec if plain else replace(spec, build=fused)
-        precision = "fp32" if plain else "bf16"
+        precision = "bf16" if on_gpu and not plain else "fp32"
         return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 
     def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
@@ -206,7 +210,7 @@ class WhatFits:
         bounds, parameters = place.bounds, self.parameters(name)
         if kind == "train":  # what needs no trace to be said
             resident = placements == ("resident",)
-            least_bytes = int(parameters * (MIN_RESIDENT if resident else MIN_STATE))
+            least_bytes = int(parameters * (_resident_bytes(place) if resident else MIN_STATE))
             room = bounds.gpu if resident else bounds.gpu + bounds.host + bounds.disk
             if least_bytes > room:
                 return Lacking("GPU memory" if resident else "RAM and disk", least_bytes - room)
@@ -299,14 +303,14 @@ class WhatFits:
         """In bf16 on meta, frozen and in eval mode; nobody changes it."""
         return build_causal_lm(dict(self._fields[name]), name, torch.bfloat16).requires_grad_(False).eval()
 
-    def _adapted(self, name: str, packed: bool, tiled: bool) -> nn.Module:
-        """As ``vb train --lora 16`` makes it in bf16, ``packed`` with ``--use-fp4``."""
+    def _adapted(self, name: str, packed: bool, on_gpu: bool) -> nn.Module:
+        """As ``vb train --lora 16`` makes it, ``packed`` with ``--use-fp4``."""
         if packed:
-            plain = self._runs(name, "adapters-bf16", tiled).model
-            return _pack(copy.deepcopy(plain), tiled, self.packing(name))
+            plain = self._runs(name, "adapters-bf16", on_gpu).model
+            return _pack(copy.deepcopy(plain), on_gpu, self.packing(name))
         model = copy.deepcopy(self._model(name))
         add_adapters(model, Lora(RANK))
-        return model.to(torch.bfloat16).train()
+        return model.to(torch.bfloat16 if on_gpu else torch.float32).train()
 
     def _packed_bytes(self, name: str) -> int:
         packing = self.packing(name)  # whose bytes are the folder's
@@ -323,6 +327,17 @@ class _Decoding(NamedTuple):
     sizes: tuple[int, ...]
     token_bytes: int
     work: Any
+
+
+def _resident_bytes(place: Machine) -> float:
+    """Of a parameter that is trained where it is kept, at the least."""
+    return MIN_RESIDENT if place.has_gpu else MIN_STATE
+
+
+def words_of(way: str, place: Machine) -> str:
+    """A way in words."""
+    said = WORDS[way]
+    return said if place.has_gpu or not way.startswith("adapters") else said.replace("bf16", "fp32")
 
 
 def _text_config(model: Any) -> Any:

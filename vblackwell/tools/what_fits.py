@@ -69,7 +69,8 @@ def ways_command(
         packing = answers.packing(model)
         if packing is not None:
             values |= {"packed": {"format": packing.form.name, "bytes": answers.packed_bytes(model)}}
-        commands = {way: _command(fit, model, packing) for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
+        fits = {way: fit for way, fit in found.items() if isinstance(fit, what_fits.Fit)}
+        commands = {way: _command(fit, model, place, packing) for way, fit in fits.items()}
         print(json.dumps(values | {"ways": ways, "best": best_of(found), "commands": commands}, indent=2))
     else:
         shown = way_lines(model, answers, name, place, found)
@@ -92,13 +93,11 @@ def way_lines(
 ) -> list[str]:
     """One screen: a row a way, and what to type for those that fit."""
     best, packing = best_of(found), answers.packing(model)
-    words, packed = what_fits.WORDS, ""
+    words, packed = {way: what_fits.words_of(way, place) for way in found}, ""
     if packing is not None:
         held = f"{len(packing.fine)} linears in {packing.form.name}"
         words, packed = what_fits.PACKED_WAYS, f" packed to {format_bytes(answers.packed_bytes(model))} ({held})"
-    rows: list[tuple[str, ...]] = [
-        ("", "", "tokens/s", "GPU" if place.has_gpu else "fast", "RAM", "disk", "tokens", "")
-    ]
+    rows: list[tuple[str, ...]] = [("", "", "tokens/s", _memory(place), "RAM", "disk", "tokens", "")]
     for way, fit in found.items():
         mark, said = "*" if way in best else "", words[way]
         if isinstance(fit, Lacking):
@@ -108,7 +107,7 @@ def way_lines(
         sizes = [format_bytes(size) if size else "-" for size in (fit.gpu, fit.host, fit.disk)]
         rows.append((mark, said, what_fits.speed_of(fit), *sizes, f"{fit.at_once:,}", fit.how))
     fitting = [fit for fit in found.values() if isinstance(fit, what_fits.Fit)]
-    typed = columns([(words[fit.task], _command(fit, model, packing)) for fit in fitting])
+    typed = columns([(words[fit.task], _command(fit, model, place, packing)) for fit in fitting])
     detail = "--batch-size or --precision" if packing is None else f"--lora {what_fits.RANK}"
     where = bounds_in_words(place)
     return [
@@ -126,7 +125,7 @@ def way_lines(
     ]
 
 
-def _command(fit: what_fits.Fit, model: str, packing: PackedLinears | None = None) -> str:
+def _command(fit: what_fits.Fit, model: str, place: Machine, packing: PackedLinears | None = None) -> str:
     """What runs the model, packed in its folder or not, so; FOLDER: where its weights are."""
     if fit.task == "plain":
         return "torch.optim.AdamW(model.parameters())"
@@ -142,7 +141,8 @@ def _command(fit: what_fits.Fit, model: str, packing: PackedLinears | None = Non
         return " ".join(["vb generate", *words, "--prompt ..."])
     length, sequences, forwards = fit.batch
     words += ["--placement", kind] if task == "train" else []
-    words += ["--precision bf16 --gradient-checkpointing", f"--seq-length {length} --batch-size {sequences}"]
+    words += ["--precision", "bf16" if place.has_gpu else "fp32", "--gradient-checkpointing"]
+    words += [f"--seq-length {length} --batch-size {sequences}"]
     words += [f"--accumulation-steps {forwards}"] if forwards > 1 else []
     return " ".join(["vb train", *words, "--vgpu-auto"])
 
@@ -183,6 +183,11 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     return name, Machine(bounds, rates, capability=torch.cuda.get_device_capability(0)), assumed
 
 
+def _memory(place: Machine) -> str:
+    """Of the fastest level, above a column."""
+    return "GPU" if place.has_gpu else "fast"
+
+
 def bounds_in_words(place: Machine) -> str:
     """What a run may take."""
     gpu, host, disk = map(format_bytes, (place.bounds.gpu, place.bounds.host, place.bounds.disk))
@@ -191,7 +196,8 @@ def bounds_in_words(place: Machine) -> str:
 
 
 def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str]:
-    table = columns([what_fits.HEADS, *map(what_fits.row_of, found)], right=range(2, 7))
+    heads = [_memory(place) if head == "GPU" else head for head in what_fits.HEADS]
+    table = columns([heads, *map(what_fits.row_of, found)], right=range(2, 7))
     left_out = [task for task in what_fits.TASKS if not any(fit.task == task for fit in found)]
     return [
         f"{name}: {bounds_in_words(place)}",
@@ -209,7 +215,8 @@ def assumptions(place: Machine, found: Mapping[str, what_fits.Fit | Lacking] | N
     length = batches[0][0] if batches else what_fits.SEQ_LENGTH
     least = ", ".join(f"{task} {speed:g}" for task, speed in what_fits.MIN_SPEED.items())
     return [
-        f"training: {what_fits.SEQUENCES} sequences of {length} tokens a step, bf16 with fp32 masters, "
+        f"training: {what_fits.SEQUENCES} sequences of {length} tokens a step, "
+        f"{'bf16 with fp32 masters' if place.has_gpu else 'fp32'}, "
         f"checkpointing; running: one text of at most {what_fits.POSITIONS} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",

@@ -79,7 +79,7 @@ def bound_length(facts: Facts, needed: int | None, tokens: int) -> tuple[int, st
     known = facts.positions is not None
     bounds = [(facts.positions or UNKNOWN_LENGTH, "the model's positions" if known else "its positions are not known")]
     if needed is not None:
-        bounds.append((_up(needed), f"the longest document has {needed:,}"))
+        bounds.append((max(2, _up(needed)), f"the longest document has {needed:,}"))
     if tokens:
         rows = f"an epoch of {tokens:,} tokens keeps {MIN_STEPS} rows"
         bounds.append((max(MIN_LENGTH, tokens // MIN_STEPS // MULTIPLE * MULTIPLE), rows))
