@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,23 +55,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=[80, 120])
-def on(folder: Path, request: pytest.FixtureRequest) -> Type:
-    """``on(words, ...)``: the screen after a command that ends well; at most three of them."""
-    count = 0
+def on(folder: Path, request: pytest.FixtureRequest) -> Iterator[Type]:
+    """``on(words, ...)``: the screen after a command that ends well; at most three of them. What they were and how long
+    they took is printed (``pytest -s``)."""
+    told = list[str]()
     environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # their memory is the cap, also where the tests run beside a GPU
 
     def type_it(*words: str, program: tuple[str, ...] = VB, lines: tuple[str, ...] = ()) -> Screen:
-        nonlocal count
-        count += 1
-        assert count <= 3, "more commands than a newcomer types"
+        assert len(told) < 3, "more commands than a newcomer types"
         screen = typed([*program, *words], folder, environment, request.param, lines)
+        told.append(f"{screen.seconds:5.1f} s  {'vb' if program == VB else 'python'} {' '.join(words)}")
         assert screen.code == 0, screen.text
         assert not (found := STRANGE.search(screen.text)), (found, screen.text)
         assert all(len(line) < request.param for line in screen.redrawn), "a line that is written over is one line"
         return screen
 
-    return type_it
+    yield type_it
+    print(f"\n{request.node.name}", *told, sep="\n")
 
 
 @pytest.mark.slow

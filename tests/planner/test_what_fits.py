@@ -287,3 +287,16 @@ def test_a_machine_without_a_gpu_trains_in_fp32():
     said = "\n".join(what_fits_command.way_lines("tiny-c", answers, "this machine", here, found))
     assert "train adapters over fp32" in said and "--precision fp32" in said and "bf16 " not in said.split("run in")[2]
     assert "a step, fp32, checkpointing" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["RTX 3060", "RTX 3090"])
+def test_a_13b_is_nowhere_faster_than_an_8b(card: str):
+    known = find_gpu(card)
+    where = Machine(Bounds(int(known.total_bytes * 0.95), 48 * GiB, 500 * GiB), assumed_rates(known))
+    answers = WhatFits(("llama-3-8b", "llama-13b"))
+    small, large = (answers.ways(name, where) for name in ("llama-3-8b", "llama-13b"))
+    pairs = [(small[way], fit) for way, fit in large.items() if isinstance(fit, Fit)]
+    assert len(pairs) >= 4
+    for less, more in pairs:
+        assert isinstance(less, Fit) and more.tokens_per_second < less.tokens_per_second, more.task
