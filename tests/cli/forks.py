@@ -197,15 +197,20 @@ def _serve() -> None:
     import peft  # noqa: F401
     import tokenizers  # noqa: F401
     import torch._dynamo  # noqa: F401  (torch.optim does, at its first use)
-    import transformers.conversion_mapping
     import transformers.models.auto.modeling_auto  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import vblackwell.cli
     import vblackwell.generate.command
     import vblackwell.memory.cache.stack
     import vblackwell.train.run  # noqa: F401
 
     for name in ("numpy.ma", *sys.argv[1:]):
         importlib.import_module(name)
+    # A thousand regular expressions, and the sources that flags' help is read from: kept once they were needed.
+    get_checkpoint_conversion_mapping("llama")
+    for command in ("train", "estimate"):
+        vblackwell.cli.make_parser(command)
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
