@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return home
 
 
-@pytest.fixture(params=[80, 120])
+@pytest.fixture(params=[80, pytest.param(120, marks=pytest.mark.slow)])
 def on(folder: Path, request: pytest.FixtureRequest) -> Iterator[Type]:
     """``on(words, ...)``: the screen after a command that ends well; at most three of them. What they were and how long
     they took is printed (``pytest -s``)."""

@@ -102,6 +102,7 @@ def train(
     return losses, [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("accumulation", "in_backward", "place"), [(1, True, "host"), (1, True, 0.5), (2, True, 0.5), (2, False, "host")]
 )

@@ -83,19 +83,22 @@ def packed_with_adapters(model: nn.Module) -> None:
     accelerate_causal_lm(model)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)  # whose parts are in the others, too
+
+
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
         (spec_of(LLAMA), {}),
-        (spec_of(LLAMA), {"optimizer": "adamw-for-loop"}),
+        slow(spec_of(LLAMA), {"optimizer": "adamw-for-loop"}),
         (spec_of(LLAMA), {"optimizer": "adamw-fused", "precision": "bf16"}),
-        (spec_of(QWEN), {"optimizer": "adafactor", "precision": "autocast"}),
+        slow(spec_of(QWEN), {"optimizer": "adafactor", "precision": "autocast"}),
         (spec_of(QWEN), {"precision": "autocast", "checkpointing": True}),
         (spec_of(GPT2), {"optimizer": "sgd-momentum"}),
-        (spec_of(MIXTRAL), {"checkpointing": True}),
+        slow(spec_of(MIXTRAL), {"checkpointing": True}),
         (spec_of(MIXTRAL, accelerate_causal_lm), {"precision": "bf16"}),
         (spec_of(LLAMA, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}),
-        (spec_of(LLAMA, lambda model: add_adapters(model, Lora(4))), {"checkpointing": True}),
+        slow(spec_of(LLAMA, lambda model: add_adapters(model, Lora(4))), {"checkpointing": True}),
         (
             spec_of({**LLAMA, "hidden_size": 128, "intermediate_size": 256}, packed_with_adapters),
             {"checkpointing": True},

@@ -128,6 +128,7 @@ def poisoned(states: States) -> States:
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("length", [1, 4096, 5003, 70000])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("step", [1, 7])
@@ -253,6 +254,7 @@ def test_states_of_another_length_are_refused_before_anything_is_made():
     assert not any(each.any() for each in (*good, *states) if each is not None)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize("split", [False, True])
 def test_parts_have_the_bits_of_the_whole(threads: int, split: bool, monkeypatch: pytest.MonkeyPatch):

@@ -33,7 +33,9 @@ EVERYWHERE = [
 
 
 def everywhere(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in EVERYWHERE:
+    """On both, with each pair of their values where a third parameter makes that more than each value alone."""
+    more = any(mark.name == "parametrize" for mark in getattr(test, "pytestmark", ()))
+    for mark in (*EVERYWHERE, pytest.mark.each_pair if more else pytest.mark.each_value):
         test = mark(test)
     return test
 
@@ -526,7 +528,6 @@ def delays() -> Iterator[None]:
     set_worker_delay(None)
 
 
-@pytest.mark.each_pair
 @everywhere
 @pytest.mark.parametrize("redone", ["every", "some", "no"])
 def test_delays_change_no_bit(

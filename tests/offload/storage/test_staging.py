@@ -116,6 +116,7 @@ def test_every_order_gives_the_same_bits_by_address(worker, seed, form, num_grou
         run_world(seed, setting, worker).close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS[:2])
 @pytest.mark.parametrize("lane", [Lane, CudaLane])
 def test_every_order_gives_the_same_bits_of_states_that_are_a_step_behind(lane, form, worker, monkeypatch):
