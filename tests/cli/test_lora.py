@@ -90,7 +90,7 @@ def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
     assert {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")} == whole
 
 
-@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("fp4", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_adapters_around_transposed_linears(fp4, place, folders):  # noqa: F811
     """GPT-2's Conv1D: peft opens the adapter, and what it merges is what is exported, over the base as it was packed;
     the same losses streamed."""

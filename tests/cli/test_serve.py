@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import itertools
 import json
 import re
 import signal
@@ -40,8 +41,9 @@ def said(path: Path, pattern: str, child: Any) -> re.Match[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_answers_and_ends_cleanly(place: Any, folder: Path, number: int):
+@pytest.mark.parametrize("numbers", list(itertools.permutations([signal.SIGINT, signal.SIGTERM])))
+def test_a_server_answers_and_ends_cleanly(place: Any, folder: Path, numbers: tuple[int, int]):
+    """At the second signal, which is another one: of two alike that wait, the system hands over one."""
     child = place.start("serve", str(folder), f"second={folder}", "--port", "0", *MEMORY)
     port = int(said(child.stdout, r"tiny, second at http://127.0.0.1:(\d+)/v1", child)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -53,8 +55,8 @@ def test_a_server_answers_and_ends_cleanly(place: Any, folder: Path, number: int
     connection.request("POST", "/v1/chat/completions", json.dumps({"model": "tiny", "stream": True} | endless), JSON)
     stream = connection.getresponse()
     stream.read(1)
-    child.signal(number)
-    child.signal(signal.SIGTERM)
+    for number in numbers:
+        child.signal(number)
     rest = stream.read().decode()
     connection.close()
     assert "the server is closing" in rest and rest.endswith("data: [DONE]\n\n")

@@ -51,6 +51,7 @@ def write(model, rows: int, cache, chunk=None):
     return tokens, logits
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_levels_change_no_bit(rows, chunk, model, make_stack):  # noqa: F811

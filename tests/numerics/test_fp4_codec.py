@@ -85,6 +85,7 @@ def test_views_encode_like_copies(format):
     assert torch.equal(quantize(w, format).codes, quantize(w.clone().requires_grad_(), format).codes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format", ALL)
 @pytest.mark.parametrize("search", ["max", "mse"])
 def test_tiles_change_no_bit(format, search, monkeypatch):

@@ -208,7 +208,7 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(StepControl, name, late(getattr(StepControl, name)))
 
 
-@pytest.mark.parametrize("update_in_backward", [False, True])
+@pytest.mark.parametrize("update_in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_threads_train_models_that_take_room_from_each_other(
     update_in_backward: bool, make_stack: MakeStack, late_weights: None
 ):

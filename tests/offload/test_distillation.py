@@ -45,7 +45,7 @@ def weight_bytes(model) -> int:
     return sum(4 * param.numel() for param in model.parameters())
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_distilling_is_what_it_is_in_plain_torch(in_backward, written, make_stack):  # noqa: F811
     folder = written("llama", num_hidden_layers=6)
     teacher, plain = AutoModelForCausalLM.from_pretrained(folder).eval(), small_student()

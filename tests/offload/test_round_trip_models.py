@@ -75,7 +75,12 @@ def written(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+LIKE_OTHERS = {"qwen3", "mistral", "phi"}  # linears and norms of llama, in other sizes
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LIKE_OTHERS)) for kind in CONFIGS]
+)
 def test_a_step_and_back(kind, written, make_stack, tmp_path):
     folder = written(kind)
     plain = AutoModelForCausalLM.from_pretrained(folder).train()

@@ -229,6 +229,7 @@ def compiled_forms(model: nn.Module) -> dict[str, Callable[[torch.Tensor], torch
     return {form: torch.compile(each, backend="eager") for form, each in (("module", model), ("function", inside))}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("form", ["module", "function", "method", "layer"])
 def test_a_streamed_model_under_torch_compile_is_refused_in_one_line(

@@ -76,6 +76,7 @@ def test_a_token_reads_the_experts_that_it_meets(name):
     assert sum(each.num_bytes for each in work) / 2 == pytest.approx(ACTIVE[name], rel=0.015)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("command", [("estimate",), ("generate", "--prompt", "a", "--model")])
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_a_hub_id_without_a_network_is_refused_at_once(command, offline, tmp_path):

@@ -184,7 +184,13 @@ def plan_of(case: Case, config: TrainConfig, model: nn.Module) -> Plan | VBError
         return error
 
 
-@pytest.mark.parametrize("number", range(CASES))
+# Of each eight cases `drawn` makes some of every kind.
+every_number = pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= 8)) for number in range(CASES)]
+)
+
+
+@every_number
 def test_a_run_places_what_was_planned(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case, made = drawn(number), forecasts(monkeypatch)
     model = case.model()
@@ -219,7 +225,7 @@ def test_a_run_places_what_was_planned(number: int, tmp_path: Path, monkeypatch:
         assert said.gpu == min(placed.step.bytes_of(0), plan.choice.level0_bytes) >= peaks[0]
 
 
-@pytest.mark.parametrize("number", range(CASES))
+@every_number
 def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     """By arithmetic: the planner's own copy of the model, in the type that computes, and the run's with its options."""
     case = drawn(number)

@@ -26,7 +26,13 @@ def generated(model, prompt: list[int], count: int) -> list[int]:
     return made[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "GPT2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("Qwen2", "Qwen3", "Mistral")))
+        for kind in (*KINDS, "GPT2")
+    ],
+)
 def test_greedy_texts_are_those_of_transformers(kind: str):
     model = tiny(kind)
     model.set_attn_implementation("eager")  # the one that softcaps
@@ -100,7 +106,7 @@ def test_bits_are_those_of_each_request_alone_in_bf16(device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("kind", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma2"])
 def test_passes_ahead_of_their_tokens_write_the_same(kind: str, device: str, monkeypatch: pytest.MonkeyPatch):
     """Texts of several lengths, one ended by its own token, one that draws, one that wants probabilities told."""
     model = tiny(kind, **WIDE)

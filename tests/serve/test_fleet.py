@@ -204,7 +204,7 @@ def test_what_the_next_forward_needs_first_stays_longest(folders, kind):
         assert not weights.give_way()
 
 
-@pytest.mark.parametrize("budget", ["700KiB", "350KiB"])
+@pytest.mark.parametrize("budget", [pytest.param("700KiB", marks=pytest.mark.slow), "350KiB"])
 def test_threads_may_run_models_at_once(folders, expected, budget):
     """Whatever sleeps or gives way meanwhile, no group leaves in use."""
     with fleet_of(folders, budget=budget) as fleet:

@@ -255,6 +255,7 @@ def test_a_call_that_is_cut_off_does_not_become_text(chat: Any, stream: bool):
 # -- tools and structured output ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_tool_is_called(chat: Any, stream: bool, choice: Any):

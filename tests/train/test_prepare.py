@@ -130,7 +130,7 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
         assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())
 
 
-@pytest.mark.parametrize("fits", [512, 256])
+@pytest.mark.parametrize("fits", [pytest.param(512, marks=pytest.mark.slow), 256])
 def test_on_a_gpu_a_folder_is_planned_with_the_length_and_batch_that_fit(fits, monkeypatch):
     """With the facts of one. Its plan is this machine's, and says no to what is longer than ``fits``."""
     made = trainable(Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=512), seed=0, device="cpu"))

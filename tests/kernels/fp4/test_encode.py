@@ -146,6 +146,7 @@ def test_the_bytes_are_those_of_the_oracle(case, format, search):
     assert_same(by_kernel(w, format, search), fp4.quantize(w, format, search))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("search", ["mse", "max"])
 @pytest.mark.parametrize(("format", "size"), SIZES)
 def test_blocks_of_other_sizes(format, size, search):

@@ -144,6 +144,7 @@ ROWS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", ROWS)
 def test_rows_are_the_oracle_s_bytes(case, dtype):

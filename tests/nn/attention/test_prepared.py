@@ -328,6 +328,7 @@ def test_what_is_refused_is_refused_again():
     assert len(dispatcher._prepared) == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["boolean", "added", "alibi"])
 def test_no_tensor_is_kept_alive(backend, kind, monkeypatch):

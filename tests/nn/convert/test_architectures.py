@@ -151,6 +151,7 @@ def as_linears(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", selected(sorted(ALONE), ["falcon", "gpt2"]))
 @pytest.mark.parametrize("form", ["nvfp4", "int8"])
 def test_other_linears_are_packed_as_those_that_they_stand_for(kind, form, tmp_path, capsys):

@@ -195,6 +195,7 @@ def test_a_checkpoint_keeps_the_input_and_weights_of_a_layer(wanted, monkeypatch
     assert {id(each) for each in kept} == {id(each) for each in (x, *layer.parameters())}
 
 
+@pytest.mark.each_value
 @on_the_cpu
 @pytest.mark.parametrize("name", ["self_attn", "self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
 @pytest.mark.parametrize("replaced", [False, True])
@@ -256,6 +257,7 @@ def twice(model: nn.Module, x: torch.Tensor, way: str) -> list[torch.Tensor]:
     return [param.grad.clone() for param in layers.parameters()]
 
 
+@pytest.mark.each_value
 @on_the_cpu
 @pytest.mark.parametrize("way", ["__call__", "forward"])
 @pytest.mark.parametrize("own", [False, True])
@@ -320,6 +322,7 @@ def test_hooks_of_a_layer_get_its_output_in_both_passes(reentrant, wanted):
     torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.each_value
 @on_the_cpu
 @pytest.mark.parametrize("name", ["mlp", "post_attention_layernorm", "mlp.down_proj"])
 @pytest.mark.parametrize("replaced", [False, True])

@@ -19,7 +19,9 @@ from vblackwell.offload.optimizer import VGPUAdamW
 
 
 @on_the_cpu
-@pytest.mark.parametrize(("name", "shared"), [("GPT2", False), ("Llama", False), ("Llama", True)])
+@pytest.mark.parametrize(
+    ("name", "shared"), [("GPT2", False), pytest.param("Llama", False, marks=pytest.mark.slow), ("Llama", True)]
+)
 def test_graphs_write_gradients_where_they_are_taken(name, shared, fused, make_stack, monkeypatch):  # noqa: F811
     """But for those that somebody else sees, or that come twice."""
     found, took = list[bool](), GradientCollector.take

@@ -571,6 +571,7 @@ def test_a_sum_that_the_worker_has_yet_to_add_to_is_not_taken_for_another(twins:
     pair.assert_states()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("copies", [0, 1, 4, 8])
 def test_an_update_that_is_refused_in_its_middle_is_not_made_again(

@@ -304,6 +304,7 @@ def settled_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "settle", settle)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lane", [Lane, CudaLane])
 @pytest.mark.parametrize(
     "sabotage",
