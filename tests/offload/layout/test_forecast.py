@@ -1,6 +1,7 @@
 """The step of a real model, forecast from its own placement, and where its updates run."""
 
 import random
+from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -117,16 +118,21 @@ def test_groups_that_live_on_level0_rule_out_shares_without_any():
 def room(model: torch.nn.Module, share: float, *, undo: bool, disk: int = 0) -> int:
     """Bytes of RAM in which ``model`` has its ranges with this share, to a hundredth of a byte a parameter."""
     parameters = sum(param.numel() for param in model.parameters())
-    for hundredths in range(100, 3000):
+
+    def holds(hundredths: int) -> bool:
         capacities = [64 * MiB, hundredths * parameters // 100] + [disk] * bool(disk)
         try:
             found = place_streamed(model, spaces(capacities, on_gpu=True), StreamingOptions(update=share))
             ranges = found.gradient_ranges(found.trainable, 1, undo=undo) + moment_ranges(found.trainable)
             found.storage.with_ranges(ranges)
         except InsufficientMemory:
-            continue
-        return capacities[1]
-    raise AssertionError("30 bytes a parameter are not enough")
+            return False
+        return True
+
+    tried = range(100, 3000)
+    place = bisect_left(tried, True, key=holds)
+    assert place < len(tried), "30 bytes a parameter are not enough"
+    return tried[place] * parameters // 100
 
 
 def test_a_promise_to_roll_back_nothing_leaves_room_for_a_share():
