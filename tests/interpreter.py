@@ -3,8 +3,9 @@
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
 It looks through all of triton.language, some thousand names, each time a kernel calls a function of Triton or
-``tl.sum``, to replace what it has replaced already: half of its time with kernels as small as a test's. Here that is
-done once a launch for each set of modules, and looked for once a process.
+``tl.sum``, to replace what it has replaced already, and puts all back after a launch: two thirds of its time with
+kernels as small as a test's. Here that is done once a process for each set of modules, and stays: where it is on,
+nothing is compiled.
 
 It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out
 once a process.
@@ -36,13 +37,9 @@ def repair() -> None:
         return
     interpreter.vblackwell_repaired = True
     tl = interpreter.tl
-    patch_tensor, patch_lang, launch = (
-        interpreter._patch_lang_tensor,
-        interpreter._patch_lang,
-        interpreter.GridExecutor.__call__,
-    )
-    ready: set[frozenset[int]] = set()  # sets of modules that are replaced as long as the launch lasts
-    modules: dict[int, frozenset[int]] = {}  # of the globals of a function that the launch has called
+    patch_tensor, patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+    ready: set[frozenset[int]] = set()  # sets of modules that are replaced
+    modules: dict[int, tuple[Any, frozenset[int]]] = {}  # of the globals of a function that was called, which it keeps
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -50,21 +47,13 @@ def repair() -> None:
 
     def patched_lang(function: Any) -> Any:
         names = function.__globals__
-        used = modules.get(id(names))
-        if used is None:
-            used = frozenset(id(value) for value in names.values() if value is tl or value is tl.core)
-            modules[id(names)] = used
-        if used in ready:
-            return interpreter._LangPatchScope()  # with nothing to restore
-        ready.add(used)
-        return patch_lang(function)
-
-    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
-        ready.clear(), modules.clear()
-        try:
-            launch(self, *args, **kwargs)
-        finally:
-            ready.clear(), modules.clear()
+        if id(names) not in modules:
+            modules[id(names)] = names, frozenset(id(each) for each in names.values() if each is tl or each is tl.core)
+        used = modules[id(names)][1]
+        if used not in ready:
+            patch_lang(function)
+            ready.add(used)
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     builtins: dict[Any, list[tuple[str, Any]]] = {}  # of a module or a class, before any of them is replaced
 
@@ -77,7 +66,6 @@ def repair() -> None:
     interpreter._patch_builtin = patched_builtin
     interpreter._patch_lang_tensor = patched_tensor
     interpreter._patch_lang = patched_lang
-    interpreter.GridExecutor.__call__ = launched
     _remember_types(tl.core)
     _remember_numpy_types(interpreter)
     _compare_shapes(tl.core, interpreter.TritonSemantic)
