@@ -3,9 +3,9 @@
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
 It looks through all of triton.language, some thousand names, each time a kernel calls a function of Triton or
-``tl.sum``, to replace what it has replaced already, and puts all back after a launch: two thirds of its time with
-kernels as small as a test's. Here that is done once a process for each set of modules, and stays: where it is on,
-nothing is compiled.
+``tl.sum``, to replace what it has replaced already: half of its time with kernels as small as a test's. It also puts
+all back after each launch, for the next one to replace: a fifth of what was left. Here that is done once a process for
+each set of modules, and stays: where the interpreter is on, nothing is compiled.
 
 It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out
 once a process.
