@@ -16,7 +16,7 @@ SEED = 35
 LIKE_OTHERS = {
     *("kill-elsewhere", "kill-in-the-caches", "killed-holder", "out-of-memory-kill"),
     *("failing-sync", "filled-disk", "small-disk", "small-spill-disk", "no-inodes", "flip-in-spill-file"),
-    *("two-signals", "two-runs-one-cache", "failing-read", "full-disk-of-other-commands", "damaged-newest-checkpoint"),
+    *("two-signals", "two-runs-one-cache", "damaged-newest-checkpoint"),
 }
 
 if shutil.which("cc") is None and shutil.which("gcc") is None:

@@ -58,7 +58,7 @@ def trained(model, optimizer, case, steps=4, micro_batches=1):
     return {name: param.detach().clone() for name, param in model.named_parameters()}, norms
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("level0", [LEVEL0, 64 << 20], ids=["streamed", "resident"])
 @pytest.mark.parametrize(("dtype", "micro_batches"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)])
 def test_one_call_trains_as_the_three_do(dtype, micro_batches, level0, make_stack: MakeStack, monkeypatch):

@@ -436,7 +436,7 @@ def test_a_run_moves_updates_when_its_steps_show_another_rate(
     assert equal(model, plain)
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("host_kib", [540, 1200])  # not all states can be a step behind, or all, and some have shadows
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

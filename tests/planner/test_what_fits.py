@@ -274,19 +274,39 @@ def test_no_failure_to_pack_counts_as_a_model_that_is_not_packed(monkeypatch):
 
 def test_a_machine_without_a_gpu_trains_in_fp32():
     """As `vb train` there: an update follows each gradient, so states are 12 bytes; by the rate of fp32 products."""
-    here = replace(place(8 * GiB), has_gpu=False)
-    slow = replace(here, rates=replace(here.rates, matmul_half=here.rates.matmul_half / 100))
-    answers = WhatFits(NAMES)
-    found, other = (answers.ways("tiny-c", each) for each in (here, slow))
-    trained, over = found["train-resident"], found["adapters-bf16"]
-    assert isinstance(trained, Fit) and isinstance(over, Fit)
-    assert trained.gpu >= 12 * answers.parameters("tiny-c")
+    on_gpu = place(8 * GiB)
+    here = replace(on_gpu, has_gpu=False)
+    slow = replace(here, rates=replace(here.rates, matmul_half=here.rates.matmul_half / 1e9))
+    answers, other = WhatFits(NAMES), WhatFits(NAMES)
+    found, card = answers.ways("tiny-c", here), answers.ways("tiny-c", on_gpu)
+    assert card == other.ways("tiny-c", on_gpu) and found == other.ways("tiny-c", here)  # nothing is shared
+    slower, trained = answers.ways("tiny-c", slow), {}
     for way in ("train-resident", "adapters-bf16", "adapters"):
-        fits = found[way], other[way]
-        assert all(isinstance(fit, Fit) for fit in fits) and fits[0].tokens_per_second == fits[1].tokens_per_second
+        fit, same = found[way], slower[way]
+        assert isinstance(fit, Fit) and isinstance(same, Fit) and fit.tokens_per_second == same.tokens_per_second
+        assert card[way] != fit
+        trained[way] = fit
+    assert trained["train-resident"].gpu >= 12 * answers.parameters("tiny-c")
+    assert [fit.model for fit in answers.largest("train", slow)] == ["tiny-c"]
+    # States and gradients are 67 MB; the 18 bytes of bf16 with masters would be 75.
+    few = replace(here, bounds=Bounds(70 * 10**6, 0, 0))
+    assert [fit.model for fit in answers.largest("train", few)] == ["tiny-c"]
+    lines = what_fits_command.way_lines("tiny-c", answers, "this machine", here, found)
+    typed = [line for line in lines if "vb train" in line]
+    assert len(typed) >= 3 and all("--precision fp32" in line for line in typed)
+    said = "\n".join(lines)
+    assert "train adapters over fp32" in said and "adapters over bf16" not in said and "step, fp32, check" in said
+
+
+def test_a_machine_without_a_gpu_lacks_none_of_its_memory():
+    here = replace(place(1 * MiB, host=0), has_gpu=False)
+    answers = WhatFits(NAMES)
+    found = answers.ways("tiny-c", here)
+    assert all(isinstance(fit, Lacking) for fit in found.values())
     said = "\n".join(what_fits_command.way_lines("tiny-c", answers, "this machine", here, found))
-    assert "train adapters over fp32" in said and "--precision fp32" in said and "bf16 " not in said.split("run in")[2]
-    assert "a step, fp32, checkpointing" in said
+    said += "\n".join(what_fits_command.lines("this machine", here, []))
+    said = said.replace("RAM that stands for a GPU", "")
+    assert "of fast memory" in said and "GPU" not in said.split("assumes speeds")[0] and "larger card" not in said
 
 
 @pytest.mark.slow

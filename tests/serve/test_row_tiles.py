@@ -112,11 +112,15 @@ def test_preparing_twice_changes_nothing():
     assert type(model[0]) is kind and isinstance(model[0], FusedFP4Linear)
 
 
-def test_a_gate_of_one_number_a_row_is_the_same_in_any_company():
-    """Also where fewer rows than fill a processor's registers are computed by another function."""
-    x_MN1 = torch.randn(1 << 12, 5, 1, generator=torch.Generator().manual_seed(0)) * 3
+@pytest.mark.parametrize("width", [1, 3])
+def test_gates_of_few_numbers_a_row_are_the_same_in_any_company(width: int):
+    """Also where fewer numbers than fill a processor's registers are computed by another function."""
+    x_MSW = torch.randn(1 << 12, 5, width, generator=torch.Generator().manual_seed(0)) * 3
     with RowTiles(16, 16):
-        together, alone = torch.sigmoid(x_MN1), torch.stack([F.sigmoid(rows) for rows in x_MN1])
-    assert torch.equal(together, alone) and together.shape == x_MN1.shape
+        together, alone = torch.sigmoid(x_MSW), torch.stack([F.sigmoid(rows) for rows in x_MSW])
+        assert torch.tensor(0.0).sigmoid() == 0.5 and torch.empty(0, 1).sigmoid().shape == (0, 1)
+        out = torch.empty(5, width)
+        assert torch.sigmoid(input=x_MSW[0], out=out) is out and torch.equal(out, torch.sigmoid(input=x_MSW[0]))
+    assert torch.equal(together, alone) and together.shape == x_MSW.shape
     # fp32: torch's two functions are within some last bits of each other
-    torch.testing.assert_close(together, torch.sigmoid(x_MN1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(together, torch.sigmoid(x_MSW), rtol=1e-6, atol=0)

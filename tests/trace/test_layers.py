@@ -90,11 +90,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # whose parts are in the o
     ("spec", "options"),
     [
         (spec_of(LLAMA), {}),
-        slow(spec_of(LLAMA), {"optimizer": "adamw-for-loop"}),
+        slow(spec_of(LLAMA), {"optimizer": "sgd-momentum"}),
         (spec_of(LLAMA), {"optimizer": "adamw-fused", "precision": "bf16"}),
         slow(spec_of(QWEN), {"optimizer": "adafactor", "precision": "autocast"}),
         (spec_of(QWEN), {"precision": "autocast", "checkpointing": True}),
-        (spec_of(GPT2), {"optimizer": "sgd-momentum"}),
+        (spec_of(GPT2), {"optimizer": "adafactor"}),
         slow(spec_of(MIXTRAL), {"checkpointing": True}),
         (spec_of(MIXTRAL, accelerate_causal_lm), {"precision": "bf16"}),
         (spec_of(LLAMA, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}),
@@ -103,7 +103,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # whose parts are in the o
             spec_of({**LLAMA, "hidden_size": 128, "intermediate_size": 256}, packed_with_adapters),
             {"checkpointing": True},
         ),
-        (DECODER, {}),
+        (DECODER, {"optimizer": "adamw-for-loop"}),
         (DECODER, {"precision": "bf16", "checkpointing": True}),
     ],
 )

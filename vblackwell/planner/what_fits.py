@@ -41,7 +41,7 @@ from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.memory_estimate import Run, allocatable_bytes
 from vblackwell.planner.model_spec import of_config, packed_in
-from vblackwell.planner.placement import Choice, Lacking, Space, lane_words
+from vblackwell.planner.placement import FAST, Choice, Lacking, Space, lane_words
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.trace import Trace, trace_forward
@@ -213,7 +213,7 @@ class WhatFits:
             least_bytes = int(parameters * (_resident_bytes(place) if resident else MIN_STATE))
             room = bounds.gpu if resident else bounds.gpu + bounds.host + bounds.disk
             if least_bytes > room:
-                return Lacking("GPU memory" if resident else "RAM and disk", least_bytes - room)
+                return Lacking(FAST[place.has_gpu] if resident else "RAM and disk", least_bytes - room)
         run = self._runs(name, kind, place.has_gpu)
         forecast = Forecast(run, place, traces=self._traces[run.spec.name], steps=1)  # traces depend on no machine
         least = Choice(placements[-1], *BATCHES[-1], True, activations="host")
@@ -244,14 +244,14 @@ class WhatFits:
         """PyTorch alone, which keeps everything on the GPU."""
         room, parameters = allocatable_bytes(place.bounds.gpu, 0), self.parameters(name)
         if parameters * MIN_PLAIN > room:
-            return Lacking("GPU memory", int(parameters * MIN_PLAIN) - room)
+            return Lacking(FAST[place.has_gpu], int(parameters * MIN_PLAIN) - room)
         run = self._runs(name, "plain")
         traces = self._traces[run.spec.name]
         if (False, 1) not in traces:
             traces[False, 1] = run.trace(1)
         taken = replay(traces[False, 1], None, expandable=True).peak_reserved
         if taken > room:
-            return Lacking("GPU memory", taken - room)
+            return Lacking(FAST[place.has_gpu], taken - room)
         speed = run.seq_length / sum(phase_seconds(traces[False, 1].work, place.rates).values())
         shape = run.seq_length, 1, 1
         return Fit("plain", name, parameters, speed, taken, 0, 0, True, "resident", run.seq_length, shape)
@@ -265,13 +265,13 @@ class WhatFits:
             return Lacking("RAM and disk", whole - bounds.host - bounds.disk)
         least = 2 * max(sizes) + (shape.num_bytes if stays else 0)
         if free < least:
-            return Lacking("GPU memory", least - free)
+            return Lacking(FAST[place.has_gpu], least - free)
         try:
             budget = divide_level0(free, list(sizes), shape, per_token, workspace)
             if stays:
                 budget = replace(budget, weight_bytes=free - shape.num_bytes, cached_layers=shape.layers)
         except InsufficientMemory as error:
-            return Lacking("GPU memory", error.needed_bytes - error.available_bytes)
+            return Lacking(FAST[place.has_gpu], error.needed_bytes - error.available_bytes)
         kept = min(whole, budget.weight_bytes)
         cached = shape.num_bytes * budget.cached_layers // shape.layers
         passing = whole - kept + shape.num_bytes - cached

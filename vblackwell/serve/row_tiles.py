@@ -3,7 +3,8 @@
 A matrix product picks its kernel, and with it the order of its sums, by the number of rows; with one number of rows
 there is one kernel. A tile that is not full is filled up with zeros. Inside `RowTiles`, every linear of torch and of
 transformers does that, those of experts too, and so do packed linears that `tile_packed` has prepared. What else
-a decoder does with a row (norms, activations, rotations) does not see the others. Legend: M rows, K inputs, N outputs.
+a decoder does with a row (norms, activations, rotations) does not see the others, but for gates of few numbers a row on
+a CPU (`_sigmoid`). Legend: M rows, K inputs, N outputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from vblackwell.nn.linear.one_input import is_plain, joined
 from vblackwell.nn.linear.packed_linear import PackedLinear
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 VECTOR_BYTES = 128  # of two registers of AVX-512, which torch's loops take at once
 _rows: ContextVar[tuple[int, int] | None] = ContextVar("rows of a tile, and of packed linears' tiles", default=None)
 _threads: ContextVar[int] = ContextVar("threads of a product", default=1)
@@ -83,15 +85,18 @@ class RowTiles(TorchFunctionMode):
             return in_tiles(x, lambda part: torch.addmm(bias, part, weight, **kwargs), self._size)
         if func in PRODUCTS and len(args) == 2 and args[1].dim() == 2 and not kwargs:  # of adapters
             return in_tiles(args[0], lambda part: torch.matmul(part, args[1]), self._size)
-        if func in (torch.sigmoid, Tensor.sigmoid) and args[0].shape[-1] == 1 and args[0].device.type == "cpu":
-            return _gates(args[0])
+        if func in SIGMOIDS and len(args) == 1 and not kwargs and args[0].device.type == "cpu":
+            return _sigmoid(args[0])
         return func(*args, **kwargs)
 
 
-def _gates(x_M1: Tensor) -> Tensor:
-    """The sigmoid of a number a row. A CPU's loops take the numbers that fill no register by another function: 16 rows
-    of one number are no AVX-512's, 32 are."""
-    return x_M1.expand(*x_M1.shape[:-1], VECTOR_BYTES // x_M1.itemsize).contiguous().sigmoid()[..., :1]
+def _sigmoid(x: Tensor) -> Tensor:
+    """On a CPU, in whole registers: what fills none is computed by another function, so that 16 rows of a number each,
+    which are the half of two registers of AVX-512, would get other bits than 32."""
+    missing = -x.numel() % (VECTOR_BYTES // x.itemsize)
+    if not missing:
+        return x.sigmoid()
+    return F.pad(x.reshape(-1), (0, missing)).sigmoid()[: x.numel()].view(x.shape)
 
 
 def has_packed(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.known_models import KNOWN_MODELS
-from vblackwell.planner.placement import Bounds, Lacking
+from vblackwell.planner.placement import FAST, Bounds, Lacking
 from vblackwell.planner.what_fits import Fields
 from vblackwell.trace.causal_lm import check_fields
 from vblackwell.units import GiB, MiB, columns, format_bytes, parse_bytes
@@ -61,6 +61,7 @@ def ways_command(
     if as_json:
         values: dict[str, object] = {"model": model, "parameters": answers.parameters(model), "machine": name}
         values |= {
+            "precision": "bf16" if place.has_gpu else "fp32",  # of training
             "bounds": asdict(place.bounds),
             "rates": place.rates.source,
             "assumptions": [*assumed, *assumptions(place, found)[:2]],
@@ -117,7 +118,7 @@ def way_lines(
         "",
         f"  * the fastest that fits: to run, to train adapters{'' if packing else ', to train all weights'}"
         if best
-        else "  nothing fits: give more --ram or --disk, or a larger card",
+        else f"  nothing fits: give more --ram or --disk{', or a larger card' if place.has_gpu else ''}",
         *(["", "  what to type:", *(f"    {line}" for line in typed)] if fitting else []),
         "",
         f"  tokens: of the longest text, or of one forward; of one run in detail: add {detail}",
@@ -220,5 +221,6 @@ def assumptions(place: Machine, found: Mapping[str, what_fits.Fit | Lacking] | N
         f"checkpointing; running: one text of at most {what_fits.POSITIONS} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",
-        f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays on the GPU",
+        f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays in "
+        f"{FAST[place.has_gpu]}",
     ]

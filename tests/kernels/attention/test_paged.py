@@ -120,7 +120,7 @@ def check(case: Case, dtype: torch.dtype = torch.float32, **options) -> None:
         assert relative(own, right) <= TOLERANCE[dtype]
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "options"),

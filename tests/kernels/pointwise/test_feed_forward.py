@@ -50,7 +50,7 @@ def test_chunks_cover_all_rows():
         assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])] and found[-1].stop == rows
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("chunk", [100, 4])
 def test_against_float64(dtype, chunk, monkeypatch):

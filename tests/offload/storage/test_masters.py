@@ -121,7 +121,7 @@ def write(model: nn.Module, how: str, value: float) -> None:
                 param.fill_(value)
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # a split master, a whole one
 @pytest.mark.parametrize("how", ["load_state_dict", "init", "fill_"])
 def test_what_is_written_in_place_is_the_master(dtype: torch.dtype, how: str, make_stack: MakeStack):
