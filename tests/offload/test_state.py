@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, StaleTensor
 from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state
@@ -126,3 +126,34 @@ def test_a_foreign_checkpoint_is_refused(make_stack: MakeStack):
         import_state(model, None, lambda name: {})
     with pytest.raises(ConfigurationError, match=r"\(3,\).*\(96, 48\)"):
         import_state(model, None, lambda name: {"weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("host_bytes", [8 << 20, 400 << 10], ids=["RAM", "disk"])
+def test_what_went_with_a_closed_stack_is_never_read_as_zeros(host_bytes: int, make_stack: MakeStack):
+    model, stack = build(MLP), make_stack(110 << 10, host_bytes=host_bytes)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    optimizer = optimizer_of(model)
+    steps(MLP, model, optimizer, range(1))
+    stack.close()
+    for read in (
+        model.state_dict,
+        optimizer.state_dict,
+        lambda: dict(export_state(model)),
+        lambda: copy.deepcopy(model),
+        lambda: model.head.weight.sum(),
+        lambda: MLP.loss(model, 0),
+        lambda: release(model),
+    ):
+        with pytest.raises((StaleTensor, ConfigurationError), match="closed|step behind"):
+            read()
+
+
+def test_a_resident_model_outlives_its_stack(make_stack: MakeStack):
+    plain = build(MLP)
+    model, stack = copy.deepcopy(plain), make_stack(16 << 20)
+    enable_vgpu_stack_optimization(model, stack, placement="resident")
+    stack.close()
+    expected = plain.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    release(model)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

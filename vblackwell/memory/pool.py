@@ -39,13 +39,14 @@ class Reservation:
     """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it. Made by
     `VGPUStack.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool."""
 
-    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
+    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address", "_gone")
 
     def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
         self.name, self.level, self.num_bytes, self._place = name, level, extent.num_bytes, place
         self._extent: Extent | None = extent
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         self._address: int | None = None
+        self._gone = f"reservation {name!r} has been given back; reserve it again before use"
 
     @property
     def is_addressable(self) -> bool:
@@ -59,9 +60,9 @@ class Reservation:
 
     @property
     def extent(self) -> Extent:
-        """On its level; raises StaleTensor once the reservation has ended."""
+        """On its level; raises StaleTensor once the reservation, or its pool, has ended."""
         if self._extent is None:
-            raise StaleTensor(f"reservation {self.name!r} has been given back; reserve it again before use")
+            raise StaleTensor(self._gone)
         return self._extent
 
     def view(self) -> torch.Tensor | None:
@@ -257,6 +258,11 @@ class LevelPool:
         """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""
         with self._turn.take():
             self._closed = True
+            for reservation in self._reservations.values():
+                reservation._extent = None
+                reservation._gone = (
+                    f"the stack is closed, and {reservation.name!r} went with it: release(model) before stack.close()"
+                )
             self._reservations.clear()
             for level in self.levels:
                 level.close()

@@ -118,6 +118,16 @@ def _refuse_compiling() -> None:
         raise Unsupported(_NOT_COMPILED)
 
 
+def _refuse_written_views(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises StaleTensor where ``func`` writes into a `ReadOnlyView`."""
+    target = kwargs.get("out", args[0] if args else None)
+    if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
+        raise StaleTensor(
+            f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
+            "parameter itself (under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
+        )
+
+
 class ReadOnlyView(Tensor):
     """A view into a loaded weight that was handed out: a snapshot, valid while held; writing to it is refused."""
 
@@ -126,13 +136,12 @@ class ReadOnlyView(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        views = [item for item in _flatten((args, kwargs)) if isinstance(item, ReadOnlyView)]
-        target = kwargs.get("out", args[0] if args else None)
-        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
-            raise StaleTensor(
-                f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
-                "parameter itself (under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
-            )
+        found = list(_flatten((args, kwargs)))
+        _refuse_written_views(func, args, kwargs)
+        for other in (OffloadedGradient, OffloadedParameter):  # whose bytes are elsewhere
+            if any(type(item) is other for item in found):
+                return other.__torch_function__(func, types, args, kwargs)
+        views = [item for item in found if isinstance(item, ReadOnlyView)]
         binding = views[0]._vb_binding
         with torch._C.DisableTorchFunctionSubclass(), binding.packing():
             result = func(*args, **kwargs)
@@ -155,6 +164,7 @@ class OffloadedParameter(nn.Parameter):
         _refuse_compiling()
         if func in _INSTEAD:
             return _INSTEAD[func](*args)
+        _refuse_written_views(func, args, kwargs)
         first = args[0] if args and type(args[0]) is OffloadedParameter else None
         if func is _T.detach and first is not None:
             exported = first._vb_binding.export(first._vb_slot)

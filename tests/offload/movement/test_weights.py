@@ -199,3 +199,55 @@ def test_the_budget_counts_what_is_loaded_and_not_locked(make_stack, monkeypatch
             optimizer.step()
         optimizer.zero_grad()
     assert {"load", "_forget", "lock, some locked", "unlock", "rebudget"} <= seen
+
+
+def test_views_and_parameters_of_one_model_are_read_together(make_stack):
+    """A view is a snapshot; a parameter beside it is loaded as by itself, whatever stands first."""
+    torch.manual_seed(0)
+    plain, streamed = Chain(), Chain()
+    streamed.load_state_dict(plain.state_dict())
+    enable_vgpu_stack_optimization(streamed, make_stack(2 * LAYER_BYTES), placement="streamed")
+    x = torch.randn(3, WIDTH)
+    cases = (
+        lambda w, v: w.T @ w,
+        lambda w, v: w @ w.T,
+        lambda w, v: w.T + v,
+        lambda w, v: w.detach() - w,
+        lambda w, v: w.data - v,
+        lambda w, v: torch.cat([w.T, v]),
+        lambda w, v: nn.functional.linear(x, w[:], v[0]),
+        lambda w, v: nn.functional.mse_loss(w.T, v),
+        lambda w, v: torch.einsum("ij,jk->ik", w.T, v),
+        lambda w, v: torch.addmm(w[0], w, v.T),
+        lambda w, v: sum((a.detach() - b).norm() for a, b in ((w, v), (v, w))),
+    )
+    for place, case in enumerate(cases):
+        found = case(streamed.layers[0].weight, streamed.layers[7].weight)
+        assert torch.equal(found.detach(), case(plain.layers[0].weight, plain.layers[7].weight).detach()), place
+    view, other = streamed.layers[0].weight.detach(), streamed.layers[7].weight
+    for write in (
+        lambda: view.add_(other),
+        lambda: torch.add(other, other, out=view),
+        lambda: torch.add(other, view, out=view),
+    ):
+        with torch.no_grad(), pytest.raises(StaleTensor, match="no_grad"):
+            write()
+
+
+def test_a_loss_of_weights_alone_trains_as_plain(make_stack):
+    losses = []
+    for level0 in (64 * LAYER_BYTES, 2 * LAYER_BYTES):
+        torch.manual_seed(0)
+        model = Chain()
+        placement = "resident" if level0 > 32 * LAYER_BYTES else "streamed"
+        enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement)
+        optimizer = VGPUAdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            loss = model(torch.ones(1, WIDTH)).sum()
+            for layer in model.layers:
+                loss = loss + (layer.weight.T @ layer.weight - torch.eye(WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:] and losses[2] < losses[0]
