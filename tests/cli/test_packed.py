@@ -145,7 +145,7 @@ def test_what_is_merged(vb, folders):
     assert "an adapter and no merged model" in refused and "--adapter packed/adapter" in refused
     over = vb("generate", "--adapter", "packed/adapter", "--prompt", "def ", *GREEDY)
     output = vb("train", "--resume", "--out", "packed", "--merge", "fp32")
-    assert "resumed from" in output and "(the adapter merged, float32)" in output
+    assert "nothing was trained" in output and "(the adapter merged, float32)" in output
     assert {value.dtype for value in load_file("packed/final/model.safetensors").values()} == {torch.float32}
     assert vb("generate", "--model", "packed", "--prompt", "def ", *GREEDY) == over
 
@@ -160,6 +160,39 @@ def test_what_is_merged(vb, folders):
     train(vb, "base", "alone", "--lora", "4", "--merge", "none")
     assert not (folders / "alone/final").exists()
     assert "--merge is of adapters" in train(vb, "base", "other", "--merge", "bf16", code=2)
+
+
+def test_a_finished_adapter_is_merged_and_not_trained_again(vb):
+    """With what was written when the run ended, and from the adapter alone."""
+
+    def held(*names: str) -> list[bytes]:
+        return [path.read_bytes() for name in names for path in sorted(Path(name).rglob("*")) if path.is_file()]
+
+    def dtype() -> torch.dtype:
+        (kind,) = {value.dtype for value in load_file("run/final/model.safetensors").values()}
+        return kind
+
+    again, done = ("train", "--resume", "--out", "run"), "run has finished its 2 steps already"
+    train(vb, "base", "whole", "--lora", "4", "--learning-rate", "0.1")
+    streamed = ("--placement", "streamed", "--fast-memory", "256KiB")
+    output = train(vb, "base", "run", "--lora", "4", "--learning-rate", "0.1", "--merge", "none", *streamed)
+    assert "to merge it: vb train --resume --out run --merge bf16" in output
+    shutil.rmtree("run/checkpoints")  # nor is it trained from the start
+    before = held("run/adapter", "run/metrics.jsonl", "run/report.json")
+    for name, kind in (("bf16", torch.bfloat16),):
+        output = vb(*again, "--merge", name)
+        assert f"{done}: nothing was trained" in output and dtype() == kind
+        assert f"model: run/final (the adapter merged, {str(kind).removeprefix('torch.')})" in output
+        assert f"{done}: nothing to do" in vb(*again) and dtype() == kind
+    assert held("run/final/model.safetensors") == held("whole/final/model.safetensors")
+    assert held("run/adapter", "run/metrics.jsonl", "run/report.json") == before
+
+    file = Path("run/adapter/adapter_model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    shutil.rmtree("run/final")
+    output = vb(*again, "--merge", "bf16")
+    assert "passed over a damaged adapter" in output and "no checkpoint yet: starting over" in output
+    assert held("run/adapter/adapter_model.safetensors") == held("whole/adapter/adapter_model.safetensors")
 
 
 def test_an_adapter_writes_over_the_base_it_was_trained_over(vb):

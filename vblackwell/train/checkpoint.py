@@ -23,7 +23,15 @@ from torch import nn
 from vblackwell.errors import CorruptData, DiskError, VBError
 from vblackwell.folders import commit
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
-from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
+from vblackwell.folders.folder import (
+    GENERATION,
+    TOKENS,
+    copy_tokenizer,
+    load_state,
+    read_json,
+    save_model,
+    tensor_files,
+)
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, save_adapter, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
@@ -69,20 +77,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
             raise CorruptData(f"{parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out")
         say("no checkpoint yet: starting over")
         return None
-    stored = read_json(found / TRAINER)
-    if stored.get("format") != FORMAT:
-        raise CorruptData(
-            f"{found / TRAINER} is of format {stored.get('format')} of another version, this one reads {FORMAT}: give "
-            "the folder as --model to go on from its weights, with another --out"
-        )
-    if stored.get("fingerprint") != prepared.corpus.fingerprint:
-        raise CorruptData(f"{found} was written with other data or tokenizer: give the same --data and --tokenizer")
-    refuse_other_run(prepared.config, found, stored["config"])
-    if made is not None and stored.get("base") != made.base:
-        raise CorruptData(
-            f"{found} holds an adapter for another base than --model {prepared.config.model}: give the folder that "
-            "the run was started with"
-        )
+    stored = _read_trainer(found, prepared)
     state = TrainerState.from_json(stored["state"])
     with ExitStack() as opened:
         prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
@@ -95,6 +90,25 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     end = prepared.config.max_steps
     if stored["max_steps"] != end:
         say(f"the run now ends at step {end}, before at {stored['max_steps']}: the schedule is another")
+    return state
+
+
+def load_adapter(parent: Path, prepared: Prepared, say: Callable[[str], None]) -> TrainerState | None:
+    """Load the adapter that the run in ``parent`` ended with into the model; None where there is none, intact and of
+    the last step. Raises as `load_newest`."""
+    found = parent / ADAPTER
+    if adapted(prepared.model) is None or not found.exists():
+        return None
+    try:
+        commit.verify_folder(found, "it is not merged")
+        if not _is_of_last_step(found, prepared):
+            return None
+    except VBError as problem:
+        say(f"passed over a damaged adapter: {problem}")
+        return None
+    state = TrainerState.from_json(_read_trainer(found, prepared)["state"])
+    held = dict(load_state(found, ADAPTER_FILE))
+    import_state(prepared.model, None, lambda name: {"weight": held[file_name(name)]}, only=is_adapter)
     return state
 
 
@@ -127,13 +141,37 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
 
 def is_finished(parent: Path, prepared: Prepared) -> bool:
     """Whether what the run in ``parent`` exports is there, of its last step, and intact."""
-    whole = merged_type(prepared.model, prepared.config) is not None
+    dtype = merged_type(prepared.model, prepared.config)
+    exported = parent / (ADAPTER if dtype is None else FINAL)
     try:
-        exported = parent / (FINAL if whole else ADAPTER)
         commit.verify_folder(exported)
-        return read_json(exported / TRAINER).get("state", {}).get("step") == prepared.config.max_steps
+        return _is_of_last_step(exported, prepared)
     except VBError:
         return False
+
+
+def _is_of_last_step(exported: Path, prepared: Prepared) -> bool:
+    return read_json(exported / TRAINER).get("state", {}).get("step") == prepared.config.max_steps
+
+
+def _read_trainer(found: Path, prepared: Prepared) -> dict[str, Any]:
+    """trainer.json of the checkpoint or adapter ``found``. Raises ConfigurationError and CorruptData, as `load_newest`,
+    where it is not of this run."""
+    stored, made = read_json(found / TRAINER), adapted(prepared.model)
+    if stored.get("format") != FORMAT:
+        raise CorruptData(
+            f"{found / TRAINER} is of format {stored.get('format')} of another version, this one reads {FORMAT}: give "
+            "the folder as --model to go on from its weights, with another --out"
+        )
+    if stored.get("fingerprint") != prepared.corpus.fingerprint:
+        raise CorruptData(f"{found} was written with other data or tokenizer: give the same --data and --tokenizer")
+    refuse_other_run(prepared.config, found, stored["config"])
+    if made is not None and stored.get("base") != made.base:
+        raise CorruptData(
+            f"{found} holds an adapter for another base than --model {prepared.config.model}: give the folder that "
+            "the run was started with"
+        )
+    return stored
 
 
 def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from vblackwell.train.checkpoint import (
     export_adapter,
     export_final,
     is_finished,
+    load_adapter,
     load_newest,
     merged_type,
     refuse_full_disk,
@@ -41,7 +42,7 @@ from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
 from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config
-from vblackwell.train.trainer import Trainer
+from vblackwell.train.trainer import Trainer, TrainerState
 from vblackwell.units import columns, format_bytes, format_seconds
 
 
@@ -108,6 +109,8 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     if config.resume and is_finished(folder.path, prepared):
         progress.say(f"{folder.path} has finished its {prepared.config.max_steps} steps already: nothing to do")
         return 0
+    if config.resume and (state := load_adapter(folder.path, prepared, progress.say)) is not None:
+        return _merge(prepared, folder, progress, state)
     refuse_full_disk(folder.path, prepared.model, prepared.config)
     folder.create()
     if stored is None:
@@ -115,6 +118,19 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         planned += ("vgpu_auto", "auto_batch_size", "auto_seq_length")
         folder.write_settings(asdict(config) | {name: getattr(prepared.config, name) for name in planned})
     return _run(prepared, folder, progress, stop, cleanup)
+
+
+def _merge(prepared: Prepared, folder: RunFolder, progress: Progress, state: TrainerState) -> int:
+    """Export the finished run's adapter, which the model holds, merged, as ``--merge`` now says; train nothing."""
+    export_final(folder.path, prepared, state)
+    progress.say(f"{folder.path} has finished its {state.step} steps already: nothing was trained")
+    progress.say(f"model: {folder.final}{_merged_words(prepared)}")
+    return 0
+
+
+def _merged_words(prepared: Prepared) -> str:
+    dtype = merged_type(prepared.model, prepared.config)
+    return f" (the adapter merged, {str(dtype).removeprefix('torch.')})"
 
 
 def printable(text: str) -> str:
@@ -168,7 +184,7 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     if adapted(prepared.model) is not None:
         adapter = export_adapter(folder.path, prepared, trainer.state())
         progress.say(f"adapter: {adapter}")
-        merged = f" (the adapter merged, {str(dtype).removeprefix('torch.')})"
+        merged = _merged_words(prepared)
     if dtype is None:
         later = f"vb train --resume --out {folder.path} --merge bf16"
         progress.say(f"model: not merged; to write with it: vb generate --adapter {adapter}; to merge it: {later}")
