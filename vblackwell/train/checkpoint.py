@@ -30,6 +30,7 @@ from vblackwell.folders.folder import (
     load_state,
     read_json,
     save_model,
+    stored_dtype,
     tensor_files,
 )
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
@@ -140,12 +141,14 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
 
 
 def is_finished(parent: Path, prepared: Prepared) -> bool:
-    """Whether what the run in ``parent`` exports is there, of its last step, and intact."""
+    """Whether what the run in ``parent`` exports is there, of its last step, intact, and merged in the type that
+    ``--merge`` names; with auto in any."""
     dtype = merged_type(prepared.model, prepared.config)
     exported = parent / (ADAPTER if dtype is None else FINAL)
     try:
         commit.verify_folder(exported)
-        return _is_of_last_step(exported, prepared)
+        named = dtype is not None and prepared.config.merge != "auto"
+        return _is_of_last_step(exported, prepared) and (not named or stored_dtype(exported) == dtype)
     except VBError:
         return False
 

@@ -110,7 +110,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         progress.say(f"{folder.path} has finished its {prepared.config.max_steps} steps already: nothing to do")
         return 0
     if config.resume and (state := load_adapter(folder.path, prepared, progress.say)) is not None:
-        return _merge(prepared, folder, progress, state)
+        return _merge(prepared, folder, progress, stored, state)
     refuse_full_disk(folder.path, prepared.model, prepared.config)
     folder.create()
     if stored is None:
@@ -120,9 +120,13 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     return _run(prepared, folder, progress, stop, cleanup)
 
 
-def _merge(prepared: Prepared, folder: RunFolder, progress: Progress, state: TrainerState) -> int:
+def _merge(
+    prepared: Prepared, folder: RunFolder, progress: Progress, stored: dict[str, Any] | None, state: TrainerState
+) -> int:
     """Export the finished run's adapter, which the model holds, merged, as ``--merge`` now says; train nothing."""
     export_final(folder.path, prepared, state)
+    if stored is not None and stored.get("merge") != prepared.config.merge:  # a later --resume keeps what is there
+        folder.write_settings(stored | {"merge": prepared.config.merge})
     progress.say(f"{folder.path} has finished its {state.step} steps already: nothing was trained")
     progress.say(f"model: {folder.final}{_merged_words(prepared)}")
     return 0
