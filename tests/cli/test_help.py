@@ -116,6 +116,9 @@ def test_what_is_trained_without_a_flag(tmp_path, monkeypatch):
     for words, said in (
         (("tiny", "--config", "small"), "vb train tiny means --config tiny, and 'small' is given too: drop one"),
         (("folder", "--model", "other"), "vb train folder means --model folder, and 'other' is given too"),
+        (("--config", "tiny", "--model", "folder"), "--config tiny is a preset's .*, --model folder .*: drop one"),
+        (("folder", "--config", "tiny"), "--config tiny is a preset's .*, --model folder .*: drop one"),
+        (("tiny", "--model", "folder"), "--config tiny is a preset's .*, --model folder .*: drop one"),
         (("tinny",), r"'tinny' is neither a preset \(tiny, .*\) nor a folder; did you mean 'tiny'\?; to train"),
         (("llama-3-8b",), "to train a published model, give the folder or hub id of its weights"),
     ):

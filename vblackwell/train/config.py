@@ -353,12 +353,15 @@ EXCLUSIVE = ("max_steps", "epochs")
 
 def resolve(flags: dict[str, Any]) -> TrainConfig:
     """The settings that ``flags`` (field to value as given; ``config`` for ``--config``, ``subject`` for what was given
-    in place of that or of ``--model``) ask for; ConfigurationError for an unknown preset, file or key, or a value out
-    of range.
+    in place of that or of ``--model``) ask for; ConfigurationError for an unknown preset, file or key, a preset next to
+    a model, or a value out of range.
     """
     flags = flags if "subject" not in flags else _with_subject(flags)
     file_values, named = dict[str, Any](), flags.get("config")
     if named in RECIPES:
+        if flags.get("model") is not None:
+            both = f"--config {named} is a preset's random weights, --model {flags['model']} those of a folder"
+            raise ConfigurationError(f"{both}: drop one (a YAML file of settings may stand next to --model)")
         file_values = {"preset": named}
     elif named is not None:
         if Path(named).suffix not in (".yaml", ".yml") and not Path(named).is_file():
