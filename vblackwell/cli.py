@@ -277,7 +277,7 @@ def _generate_flags(parser: Any) -> None:
     add = parser.add_argument
     add("--model", type=str, help=f"{MODEL} By default the base of --adapter.")
     add("--prompt", type=str, help="Text to continue.")
-    add("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
+    add("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON, an empty line none.")
     add("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")
     add("--prefill-chunk", type=int, help="Tokens of a prompt read in one pass; default: all.")
     add("--max-new-tokens", type=int, default=128, help="Tokens to add.")

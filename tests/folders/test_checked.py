@@ -100,6 +100,21 @@ def test_a_prompt_that_is_too_long_is_named_with_its_line(folder_of, tmp_path, r
     refused([*words, "--prompt", "x" * 63], "with 2 new ones 65", stated, "ask for at most 1")
 
 
+def test_a_prompt_ends_at_a_line_feed_alone(folder_of, tmp_path, capsys):  # noqa: F811
+    """Unicode's other line ends are of the prompt, as what else it holds; empty lines are counted on standard error."""
+    file, asked = tmp_path / "prompts.txt", ["one\u2028two\x85three\x0bfour\x0cfive", " six\r", "seven"]
+    words = ["generate", "--model", str(folder_of("llama")), "--prompts", str(file), "--max-new-tokens", "1"]
+    for text, said in (
+        (f"{asked[0]}\n\n{asked[1]}\r\n \r\n{asked[2]}", f"vb: --prompts {file}: 2 of its lines are empty"),
+        ("\r\n".join(asked) + "\r\n", ""),
+    ):
+        file.write_bytes(text.encode())
+        assert main([*words, "--device", "cpu"]) == 0
+        found = capsys.readouterr()
+        assert [json.loads(line)["prompt"] for line in found.out.rstrip("\n").split("\n")] == asked
+        assert found.err.startswith(said) and ("empty" in found.err) == bool(said)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # noqa: F811
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder_of("llama"))

@@ -47,19 +47,21 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = No
         )
 
 
-def prompt_lines(path: Path) -> list[tuple[str, str]]:
-    """(file and line, text) of each prompt in a file that has one a line; raises ConfigurationError."""
+def prompt_lines(path: Path) -> tuple[list[tuple[str, str]], int]:
+    """(file and line, text) of each prompt in a file that has one a line, and how many lines have none; a line ends at
+    a line feed alone, with or without a carriage return before it. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end
         if len(data) > MAX_PROMPTS_BYTES:
             raise ValueError(f"it has more than {format_bytes(MAX_PROMPTS_BYTES)}")
-        lines = data.decode("utf-8").splitlines()
+        text = data.decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
         ) from error
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]  # splitlines: U+2028 ends one too
     found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigurationError(f"--prompts {path} holds no prompt: write one a line")
-    return found
+    return found, len(lines) - len(found)

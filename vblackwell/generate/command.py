@@ -167,7 +167,9 @@ def generate_command(
     if where.fp4_activations and (where.fp8_activations or where.assignment is not None):
         raise ConfigurationError("--fp4-activations goes with neither --fp8-activations nor --assignment: drop one")
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    given = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
+    given, empty = ([("--prompt", prompt)], 0) if prompt is not None else prompt_lines(Path(prompts or ""))
+    if empty:
+        print(f"vb: --prompts {prompts}: {empty} of its lines are empty and left out", file=sys.stderr)
     folder, problems = resolve_model(model)
     for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
