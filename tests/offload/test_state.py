@@ -5,7 +5,10 @@ weights, moments and counts, and training that goes on alike.
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,9 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
 from vblackwell.errors import ConfigurationError, StaleTensor
 from vblackwell.offload.api import enable_vgpu_stack_optimization, release
+from tests.offload.models import CASES, Case, build, equal
+from vblackwell.errors import ConfigurationError
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state
 
@@ -157,3 +163,49 @@ def test_a_resident_model_outlives_its_stack(make_stack: MakeStack):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     release(model)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def opened(value: bytes, weights_only: bool = True) -> Any:
+    return torch.load(io.BytesIO(value), weights_only=weights_only)
+
+
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_pickled_is_plain(placement: str, dtype: torch.dtype, make_stack: MakeStack):
+    """Of a model in a stack, whatever its placement: by torch.save, pickle and deepcopy, whole or its parameters."""
+    model = build(MLP).to(dtype)
+    model.head.bias.note = "kept"
+    level0 = 128 << 10 if placement == "streamed" else 16 << 20
+    enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement)
+    optimizer = VGPUAdamW(model.parameters())
+    nn.functional.mse_loss(model(torch.ones(2, 48, dtype=dtype)), torch.zeros(2, 7, dtype=dtype)).backward()
+    optimizer.step()
+    params = list(model.parameters())
+    keys = [name for name, _ in model.named_parameters()]
+
+    whole = saved(model)
+    models = [opened(whole, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    lists = [opened(saved(params)), pickle.loads(pickle.dumps(params)), copy.deepcopy(params)]
+    states = [opened(saved(model.state_dict(keep_vars=True))), opened(saved(model.state_dict()))]
+    assert all(equal(made, model) and offload_of(made) is None for made in models)
+    assert all(list(state) == keys for state in states)
+    lists += [list(made.parameters()) for made in models] + [list(state.values()) for state in states[:1]]
+    for made in lists:
+        assert all(type(one) is nn.Parameter and one.requires_grad for one in made)
+        assert all(one.dtype == dtype and torch.equal(one, kept) for one, kept in zip(made, params, strict=True))
+        assert not any(name != "note" for one in made for name in vars(one))
+    values = sum(param.numel() * param.itemsize for param in params)
+    assert len(whole) < values + (64 << 10), "more than the weights was written"  # names, alignment, a zip's index
+
+    for made in models:  # they train by themselves
+        made(torch.ones(2, 48, dtype=dtype)).sum().backward()
+        torch.optim.AdamW(made.parameters()).step()
+        assert not equal(made, model)
+    if placement == "resident":
+        assert lists[0][-1].note == "kept"
+    release(model)
+    assert not any(name != "note" for param in model.parameters() for name in vars(param))

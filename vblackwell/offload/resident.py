@@ -6,6 +6,7 @@ would give other bits than a streamed run (narrow weights, 8-bit moments, any on
 
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from vblackwell.offload.storage import masters
 from vblackwell.offload.storage.initialize import ModelSource, move_buffers
 from vblackwell.offload.storage.masters import Opened, in_memory_order
 from vblackwell.offload.storage.storage import Storage, spaces_of
+
+_OURS = {"_vb_resident", "_vb_place", "_vb_version", "__getstate__"}  # what a resident parameter has in its __dict__
 
 
 def uncached_forward(model: nn.Module) -> list[Any]:
@@ -93,7 +96,8 @@ class Resident:
             start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
             storage = view.untyped_storage()[start : start + num_bytes]
             slot.param.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-            vars(slot.param).update(_vb_resident=self, _vb_place=place)
+            plain_state = partial(_plain_state, slot.param)
+            vars(slot.param).update(_vb_resident=self, _vb_place=place, __getstate__=plain_state)
             _mark_agreed(slot.param)
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
@@ -164,7 +168,7 @@ class Resident:
                 plain = {"step": state["step"], **masters.read_moments(slot, state)}
                 state.clear()
                 state.update({key: value.to(device) for key, value in plain.items()})
-            del vars(param)["_vb_resident"], vars(param)["_vb_version"]
+            del vars(param)["_vb_resident"], vars(param)["_vb_version"], vars(param)["__getstate__"]
             gradient, param.grad = param.grad, None
             param.data = truth.to(device, copy=True)
             param.grad_dtype = param.dtype
@@ -173,6 +177,16 @@ class Resident:
     def close(self) -> None:
         """Give everything back to the stack. The optimizer's states, if any, stay valid while it holds them."""
         self.finalizer()
+
+
+def _plain_state(param: Tensor) -> Any:
+    """What a pickle of ``param`` holds next to its values: all that somebody else gave it, None where that is nothing.
+    torch asks for it by the name ``__getstate__``.
+    """
+    state: Any = type(param).__getstate__(param)
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if name not in _OURS} or None
 
 
 def resident_of(param: Tensor) -> Resident | None:
