@@ -117,15 +117,17 @@ def save_causal_lm(
     whole or not at all; one of ours that has the name is replaced.
 
     ``tokenizer``: folder, or hub id, whose tokenizer's files are copied; ``dtype``: of what is written, by default the
-    masters' (fp32), else the parameters'. Raises ConfigurationError: none of transformers' models, a folder without a
-    tokenizer, or what has the name is not ours; DiskError: no space, or the disk failed; a folder that was there is as
-    before; Unsupported: the published tensors cannot be made from one parameter at a time.
+    masters' (fp32), else the parameters'. Raises ConfigurationError: none of transformers' models, a ``dtype`` that is
+    not floating point, a folder without a tokenizer, or what has the name is not ours; DiskError: no space, or the
+    disk failed; a folder that was there is as before; Unsupported: the published tensors cannot be made from one
+    parameter at a time.
     """
     made: Any = model
     if not hasattr(made, "config") or not hasattr(made, "base_model_prefix"):
         raise ConfigurationError(
             f"{type(model).__name__} is none of transformers' models: export_state gives its tensors"
         )
+    _check_dtype(dtype)
     path, source = Path(folder).absolute(), None if tokenizer is None else find_folder(tokenizer)
     plan = PublishedTensors(made, dtype)
     needed = sum(spec.size_bytes for spec in plan.specs) + (64 << 20)
@@ -139,6 +141,14 @@ def save_causal_lm(
             commit, config_json(model), plan.specs, plan.tensors(), None, max_shard_bytes, generation=generation is None
         )
     return path
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    """Raises ConfigurationError: weights cast to it would be cut to integers, or it is no type at all."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no floating-point type of torch: give torch.float32, torch.bfloat16 or torch.float16"
+        )
 
 
 def config_json(model: nn.Module) -> dict[str, Any]:

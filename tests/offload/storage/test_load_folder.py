@@ -282,6 +282,14 @@ def test_a_wrong_config_is_named(written, changes, kind, part):  # noqa: F811
     assert str(where) in str(caught.value) and part in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, "bfloat16"], ids=str)
+def test_weights_are_never_written_as_integers(dtype, written, tmp_path):  # noqa: F811
+    model = AutoModelForCausalLM.from_pretrained(written("llama"))
+    with pytest.raises(ConfigurationError, match=r"dtype=.* is no floating-point type of torch: give torch\.float32"):
+        save_causal_lm(model, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
 def test_settings_for_writing_come_along(written):  # noqa: F811
     folder = written("llama")
     file = folder / "generation_config.json"
