@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.attention.oracle import DEVICE, gradients, inputs, normal, plain, relative
 from tests.kernels.pointwise.oracle import poisoned
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.op import dense_at_once, flash_attention, flash_attention_varlen, new_seed
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.nn.attention.request import Variant
@@ -319,3 +319,18 @@ def test_masks_and_slopes_that_are_negatives_of_memory():
     assert torch.equal(flash_attention(q, k, v, mask=mask, alibi_slopes_N=slopes), wanted)
     own = dense_at_once(False, 9, 9, 0.25, Variant(mask, alibi_slopes_N=slopes))
     assert torch.equal(own(q, k, v, mask, slopes), wanted)
+
+
+def test_without_a_gpu_and_the_interpreter_it_says_what_it_needs(monkeypatch):
+    """In the dispatcher's words, at once and as an op; Triton's own are of drivers."""
+    q, starts = torch.zeros(1, 1, 4, 16), torch.tensor([0, 4], dtype=torch.int32)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    needs = r"on cpu: it needs a CUDA GPU, or TRITON_INTERPRET=1; .*backends\.attention takes"
+    for run in (flash_attention, torch.compile(flash_attention, backend="eager")):
+        with pytest.raises(Unsupported, match=needs):
+            run(q, q, q, causal=True)
+    packed = q[0].transpose(0, 1)
+    with pytest.raises(Unsupported, match=needs):
+        flash_attention_varlen(packed, packed, packed, starts, starts)
+    meta = q.to("meta")
+    assert flash_attention(meta, meta, meta).shape == q.shape  # shapes alone need neither

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import AttentionRequest, Variant, attention, attention_backends, choose_attention
@@ -92,6 +96,20 @@ def test_backend_tells_which_ran():
     layer = FlashAttention(32, 2, window=3)
     layer(x)
     assert layer.backend == "math"
+
+
+def test_the_page_calls_the_dispatcher():
+    page = Path(__file__).parents[3] / "docs" / "attention.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(compile(code, page, "exec"), names)
+    q, k, v = names["q"], names["k"], names["v"]
+    assert names["backend"] in dispatcher.BACKENDS
+    expected = attention_reference(q, k, v, left=15, right=0)
+    torch.testing.assert_close(names["output"], expected)  # fp32: sums of at most 32 terms in another order
+    for path in re.findall(r"`(vblackwell\.[\w.]+)`", page.read_text(encoding="utf-8")):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
 
 
 def test_state_moves_between_modules():

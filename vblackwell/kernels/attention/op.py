@@ -22,6 +22,7 @@ from vblackwell.kernels.runtime.registry import (
     refuse_forward_mode,
     register_op,
     runs_directly,
+    triton_reasons,
 )
 
 WIDEST_HEAD = 256
@@ -72,7 +73,8 @@ def flash_attention(
         dropout: probability to drop a probability; the others are divided by 1 - dropout.
         seed: of the dropout, from ``new_seed``; default: a new one.
 
-    Raises ConfigurationError where shapes, types or values do not belong together; Unsupported as `grid_reasons` says.
+    Raises ConfigurationError where shapes, types or values do not belong together; Unsupported as `grid_reasons` says,
+    and where Triton cannot run: on the CPU without its interpreter.
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
@@ -232,6 +234,9 @@ def _launch_options(options: tuple[Any, ...]) -> Any:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     refuse_forward_mode("attention")
+    if not q.is_cuda and (reasons := triton_reasons(q.device, (0, 0))):
+        other = "vblackwell.nn.attention.backends.attention takes PyTorch's backends there"
+        raise Unsupported(f"flash_attention: {'; '.join(reasons)}; {other}")
     with on_device(q):
         return _launches().forward(q, k, v, _launch_options(options))
 
