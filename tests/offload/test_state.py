@@ -15,11 +15,8 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from tests.offload.models import CASES, Case, build
-from vblackwell.errors import ConfigurationError, StaleTensor
-from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 from tests.offload.models import CASES, Case, build, equal
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, StaleTensor, Unsupported
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state
@@ -134,35 +131,54 @@ def test_a_foreign_checkpoint_is_refused(make_stack: MakeStack):
         import_state(model, None, lambda name: {"weight": torch.zeros(3)})
 
 
-@pytest.mark.parametrize("host_bytes", [8 << 20, 400 << 10], ids=["RAM", "disk"])
-def test_what_went_with_a_closed_stack_is_never_read_as_zeros(host_bytes: int, make_stack: MakeStack):
-    model, stack = build(MLP), make_stack(110 << 10, host_bytes=host_bytes)
-    enable_vgpu_stack_optimization(model, stack, placement="streamed")
-    optimizer = optimizer_of(model)
-    steps(MLP, model, optimizer, range(1))
-    stack.close()
-    for read in (
-        model.state_dict,
-        optimizer.state_dict,
-        lambda: dict(export_state(model)),
-        lambda: copy.deepcopy(model),
-        lambda: model.head.weight.sum(),
-        lambda: MLP.loss(model, 0),
-        lambda: release(model),
-    ):
-        with pytest.raises((StaleTensor, ConfigurationError), match="closed|step behind"):
-            read()
-
-
-def test_a_resident_model_outlives_its_stack(make_stack: MakeStack):
-    plain = build(MLP)
-    model, stack = copy.deepcopy(plain), make_stack(16 << 20)
-    enable_vgpu_stack_optimization(model, stack, placement="resident")
-    stack.close()
-    expected = plain.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("clipped", [{}, {"max_grad_norm": 0.5}], ids=["as they are", "clipped"])
+def test_an_optimizer_from_before_the_stack_says_what_to_do(placement: str, clipped: dict, make_stack: MakeStack):
+    """And nothing has changed; what it says works, and goes on as if nothing had been between the steps."""
+    level0 = 128 << 10 if placement == "streamed" else 16 << 20
+    plain, model = build(MLP), build(MLP)
+    steps(MLP, plain, VGPUAdamW(plain.parameters(), lr=3e-3, **clipped), range(3))
+    enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement)
+    before = VGPUAdamW(model.parameters(), lr=3e-3, **clipped)
+    steps(MLP, model, before, range(2))
     release(model)
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement)
+
+    MLP.loss(model, 2).backward()
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(before.state_dict())
+    for options in ({}, {"only": [next(model.parameters())]}):
+        with pytest.raises(Unsupported, match="'model' went into its stack after .* make a new VGPUAdamW .*load_state"):
+            before.step(**options)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for index, state in before.state_dict()["state"].items():
+        assert all(torch.equal(value, states["state"][index][key]) for key, value in state.items())
+
+    after = VGPUAdamW(model.parameters(), **clipped)
+    after.load_state_dict(before.state_dict())
+    after.step()
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+def test_states_from_before_the_stack_become_8_bit(placement: str, make_stack: MakeStack):
+    model = build(MLP)
+    before = VGPUAdamW(model.parameters())
+    steps(MLP, model, before, range(1))
+    states = copy.deepcopy(before.state_dict())
+    narrow = {"compute_dtype": torch.bfloat16, "states": "8bit"}
+    enable_vgpu_stack_optimization(model, make_stack(1 << 20), placement=placement, **narrow)
+    kept = before.state_dict()
+    after = VGPUAdamW(model.parameters())
+    after.load_state_dict(kept)
+    for index, state in after.state_dict()["state"].items():
+        wanted = states["state"][index]
+        assert all(torch.equal(kept["state"][index][key], value) for key, value in wanted.items())
+        assert state["step"] == wanted["step"] == 1
+        # Codes lie 2^-4 of their value apart; what is under 1/1984 of the largest of its block may become zero.
+        limit = wanted["exp_avg"].abs() / 16 + wanted["exp_avg"].abs().max() / 1984
+        assert bool(((state["exp_avg"] - wanted["exp_avg"]).abs() <= limit).all())
+
+
 def saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -209,3 +225,34 @@ def test_what_is_pickled_is_plain(placement: str, dtype: torch.dtype, make_stack
         assert lists[0][-1].note == "kept"
     release(model)
     assert not any(name != "note" for param in model.parameters() for name in vars(param))
+
+
+@pytest.mark.parametrize("host_bytes", [8 << 20, 400 << 10], ids=["RAM", "disk"])
+def test_what_went_with_a_closed_stack_is_never_read_as_zeros(host_bytes: int, make_stack: MakeStack):
+    model, stack = build(MLP), make_stack(110 << 10, host_bytes=host_bytes)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    optimizer = optimizer_of(model)
+    steps(MLP, model, optimizer, range(1))
+    stack.close()
+    for read in (
+        model.state_dict,
+        optimizer.state_dict,
+        lambda: dict(export_state(model)),
+        lambda: copy.deepcopy(model),
+        lambda: model.head.weight.sum(),
+        lambda: MLP.loss(model, 0),
+        lambda: release(model),
+    ):
+        with pytest.raises((StaleTensor, ConfigurationError), match="closed|step behind"):
+            read()
+
+
+def test_a_resident_model_outlives_its_stack(make_stack: MakeStack):
+    plain = build(MLP)
+    model, stack = copy.deepcopy(plain), make_stack(16 << 20)
+    enable_vgpu_stack_optimization(model, stack, placement="resident")
+    stack.close()
+    expected = plain.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    release(model)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

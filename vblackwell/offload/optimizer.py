@@ -140,6 +140,20 @@ class VGPUAdamW(torch.optim.AdamW):
                 "this VGPUAdamW was replaced by another for its parameters, and has no states: use that one"
             )
 
+    def _check_adopted(self) -> None:
+        """Raises Unsupported where a model went into a stack after this optimizer was made: its states are not there.
+
+        The parameters' dictionaries are looked at as they are, for every step does this.
+        """
+        held = map(vars, self._group_of)
+        engines = {each.get("_vb_binding") or each.get("_vb_resident") for each in held}
+        for engine in engines:
+            if engine is not None and not any(optimizer is self for optimizer in engine.optimizers()):
+                raise Unsupported(
+                    f"model {engine.name!r} went into its stack after this VGPUAdamW was made, so nothing was updated: "
+                    "make a new VGPUAdamW of its parameters and load_state_dict this one's state_dict() into it"
+                )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check_current()
         super().add_param_group(param_group)
@@ -190,8 +204,11 @@ class VGPUAdamW(torch.optim.AdamW):
     ) -> Any:
         """One AdamW step. Updates of offloaded groups run on in the background, each until its group is next used.
         ``only``: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
+
+        Raises Unsupported, and changes nothing, where a model went into a stack after the optimizer was made.
         """
         self._check_current()
+        self._check_adopted()
         ours = self._engines or self._updates_here or self.max_grad_norm is not None or self.loss_scale != 1.0
         if only is None and not ours:
             with torch.no_grad():

@@ -259,9 +259,11 @@ def truth_of(param: Tensor) -> Tensor:
 
 
 def plain_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32."""
+    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32. One that
+    is so already is from before ``param`` was moved here.
+    """
     place = _place_of(param)
-    if place is None or not place[0].group.formats.packed:
+    if place is None or not place[0].group.formats.packed or MOMENTS[0] in state:
         return state
     return {"step": state["step"], **masters.read_moments(place[0], state)}
 
