@@ -136,6 +136,11 @@ def test_a_stack_that_was_given_stays_open(make_stack: MakeStack):
         ({"betas": (0.9, 2.0)}, ConfigurationError, "Invalid beta parameter at index 1"),
         ({"max_grad_norm": 0.0}, ConfigurationError, "max_grad_norm 0.0 must be > 0"),
         ({"accumulation_steps": 0}, ConfigurationError, "accumulation_steps 0"),
+        ({"accumulation_steps": 1.5}, ConfigurationError, "accumulation_steps 1.5 must be a whole number"),
+        ({"betas": 0.9}, ConfigurationError, r"betas=0.9 is no pair: give two numbers, e.g. \(0.9, 0.999\)"),
+        ({"betas": (0.9, None)}, ConfigurationError, r"betas\[1\]=None is no number"),
+        ({"lr": "a"}, ConfigurationError, "lr='a' is no number"),
+        ({"max_grad_norm": "1"}, ConfigurationError, "max_grad_norm='1' is no number"),
         ({"host_bytes": 4096}, InsufficientMemory, "MiB|KiB"),
     ],
 )

@@ -66,13 +66,17 @@ def load_causal_lm(
             ``accelerate`` is False unless it is given.
 
     Raises:
-        ConfigurationError: no such folder, or the id cannot be had; no causal model; fp4 without lora; an adapter for
-            another base; w4a8 or w4a4 of linears that it does not take, or both.
+        ConfigurationError: no such folder, or the id cannot be had; no causal model; a ``dtype`` or ``lora`` that
+            is none; fp4 without lora; an adapter for another base; w4a8 or w4a4 of linears that it does not take, or
+            both.
         FolderMismatch, CorruptData: tensors are missing, too many, or of another shape, all named; a damaged file.
         Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind;
             w4a8 on a GPU without FP8, w4a4 on one without FP4, or of blocks too far apart.
         InsufficientMemory: the levels cannot hold the model.
     """
+    _check_dtype(dtype)
+    if lora is not None and not isinstance(lora, Lora):
+        raise ConfigurationError(f"lora={lora!r} is no Lora: give lora=Lora(rank), e.g. lora=Lora(16)")
     if adapter is not None:
         if lora is not None:
             raise ConfigurationError("lora= begins adapters, adapter= brings them: give one")

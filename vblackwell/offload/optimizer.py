@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 _hyper = functools.lru_cache(64)(Hyper)  # asked for every parameter, several times a step
+
+
+def _refuse_other_than_numbers(values: dict[str, Any]) -> None:
+    """Raises ConfigurationError; torch takes learning rates and betas in tensors too."""
+    for name, value in values.items():
+        if not isinstance(value, (Real, Tensor)):
+            raise ConfigurationError(f"{name}={value!r} is no number: give one in AdamW's range")
 
 
 def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[Tensor]:
@@ -67,7 +75,7 @@ class VGPUAdamW(torch.optim.AdamW):
         skipped: whether the last `step` changed nothing because a gradient was not finite.
 
     Raises:
-        ConfigurationError: a number outside its range, or no parameters.
+        ConfigurationError: a number outside its range, what is no number, or no parameters.
         Unsupported: an earlier optimizer has some of the parameters of an offloaded model and others; one that has no
             others is replaced, and raises when it is used.
     """
@@ -86,6 +94,11 @@ class VGPUAdamW(torch.optim.AdamW):
         accumulation_steps: int = 1,
         loss_scale: float = 1.0,
     ) -> None:
+        singles = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "loss_scale": loss_scale}
+        _refuse_other_than_numbers(singles | ({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
+        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+            raise ConfigurationError(f"betas={betas!r} is no pair: give two numbers, e.g. (0.9, 0.999)")
+        _refuse_other_than_numbers({f"betas[{index}]": beta for index, beta in enumerate(betas)})
         if not lr >= 0 or math.isinf(lr):
             raise ConfigurationError(f"lr {lr} is not a learning rate: give a finite number >= 0, e.g. 3e-4")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -94,8 +107,8 @@ class VGPUAdamW(torch.optim.AdamW):
             raise ConfigurationError(
                 "undo=False makes updates final before the norm is known: use undo=True, or max_grad_norm=None"
             )
-        if accumulation_steps < 1:
-            raise ConfigurationError(f"accumulation_steps {accumulation_steps} must be >= 1")
+        if not isinstance(accumulation_steps, Integral) or accumulation_steps < 1:
+            raise ConfigurationError(f"accumulation_steps {accumulation_steps!r} must be a whole number >= 1")
         if not isinstance(params, Tensor) and not (params := list(params)):  # torch refuses a tensor by itself
             raise ConfigurationError(
                 "there are no parameters to update: every one was left out, or the whole model is frozen; "

@@ -47,8 +47,8 @@ def prepare(
     `enable_vgpu_stack_optimization` and `VGPUAdamW` one after the other.
 
     Raises:
-        ConfigurationError: a number outside its range; nothing to train; a model that is in a stack already, or has
-            gradients; no directory on a disk for the stack's lowest level.
+        ConfigurationError: a number outside its range, or what is no number; nothing to train; a model that is in a
+            stack already, or has gradients; no directory on a disk for the stack's lowest level.
         Unsupported: a parameter that is to be trained is neither fp32, bf16 nor fp16.
         KeyClash: ``stack`` has a model of this ``name``.
         InsufficientMemory: the levels cannot hold the model.

@@ -290,6 +290,20 @@ def test_weights_are_never_written_as_integers(dtype, written, tmp_path):  # noq
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"dtype": "fp32"}, "dtype='fp32' is no floating-point type of torch: give torch.float32"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is no floating-point type"),
+        ({"lora": "16"}, r"lora='16' is no Lora: give lora=Lora\(rank\)"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named_before_the_folder_is_opened(options, part, make_stack, tmp_path):
+    with pytest.raises(ConfigurationError, match=part):
+        load_causal_lm(tmp_path / "none", make_stack(ROOM), **options)
+
+
 def test_settings_for_writing_come_along(written):  # noqa: F811
     folder = written("llama")
     file = folder / "generation_config.json"
