@@ -77,7 +77,20 @@ def test_a_converted_causal_module():
 @pytest.mark.parametrize("options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_what_cannot_be_converted(options):
     with pytest.raises(Unsupported, match="MultiheadAttention with"):
-        from_multihead_attention(nn.MultiheadAttention(16, 2, **options))
+        from_multihead_attention(nn.MultiheadAttention(16, 2, batch_first=True, **options))
+
+
+def test_a_module_that_takes_the_sequence_first_is_refused_and_converted_as_the_error_says():
+    """A copy would take (S, B, D) without a word, and attend along the batch."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(48, 4, dtype=torch.float64)
+    x_SBD = torch.randn(9, 2, 48, dtype=torch.float64)
+    expected = theirs(x_SBD, x_SBD, x_SBD, need_weights=False)[0]
+    with pytest.raises(Unsupported, match="batch_first=False.*transpose its inputs and outputs, set module.batch_fir"):
+        from_multihead_attention(theirs)
+    theirs.batch_first = True
+    found = from_multihead_attention(theirs)(x_SBD.transpose(0, 1)).transpose(0, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)  # float64, sums in another order
 
 
 def test_dropout_only_while_training():

@@ -123,9 +123,12 @@ def from_multihead_attention(
     module: nn.MultiheadAttention, *, causal: bool = False, backend: str = "auto"
 ) -> FlashAttention:
     """A ``FlashAttention`` with copies of the weights of ``module``, as self-attention, batch first. PyTorch's masks
-    where a boolean mask is True; this one attends there. Raises Unsupported where ``module`` attends over other widths
-    than its own, or to additional keys.
+    where a boolean mask is True; this one attends there. Raises Unsupported where ``module`` takes the sequence first
+    (PyTorch's default), attends over other widths than its own, or to additional keys.
     """
+    if not module.batch_first:
+        remedy = "transpose its inputs and outputs, set module.batch_first = True, and convert then"
+        raise Unsupported(f"a MultiheadAttention with batch_first=False, FlashAttention takes (B, S, D): {remedy}")
     if module.in_proj_weight is None:
         other = f"keys of width {module.kdim} and values of {module.vdim} over queries of {module.embed_dim}"
         only = "only self-attention of one width becomes a FlashAttention"
