@@ -115,7 +115,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 "give those to train requires_grad=True before the optimizer is made"
             )
         self.max_grad_norm, self.update_in_backward, self.undo = max_grad_norm, update_in_backward, undo
-        self.accumulation_steps, self.loss_scale = accumulation_steps, loss_scale
+        self.accumulation_steps, self.loss_scale = int(accumulation_steps), loss_scale
         self._norm: Tensor | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._slots: dict[Tensor, Slot] = {}
