@@ -159,7 +159,11 @@ def main(argv: list[str] | None = None) -> list[Result]:
         for system in args.systems:
             run(case_of(system, args))
         clipped = any((each.clipped_share or 0) > 0.2 for each in results)
-        lines = [*table_lines(results), "", *ratio_lines(results, clipped=clipped)]
+        lines = [
+            *table_lines(results),
+            "",
+            *ratio_lines(results, clipped=clipped, shape=args.shape, limit=args.max_grad_norm),
+        ]
     print("\n".join(lines), flush=True)
     print(f"rows appended to {args.csv}; {seconds_since_start():.0f} s in all", flush=True)
     return results

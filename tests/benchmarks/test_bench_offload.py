@@ -168,7 +168,9 @@ def test_ratios_know_floor_and_aim(bench):
     assert [line.split()[-1] for line in against_resident] == ["0.800"], "no floor is known there"
     for tokens, said in ((8192, "floor met"), (16384, "MISSED"), (4096, "0.500")):  # floors are of tokens a step
         pair = [result("held", 100, 80, [], tokens), result("lines", 50, 8, [], tokens)]
-        assert ratio_lines(pair, clipped=False)[1].endswith(said)
+        assert ratio_lines(pair, clipped=False, shape="6.7B")[1].endswith(said)
+        for other in ({"shape": "2.70B"}, {"shape": "6.7B", "limit": 1e9}):  # nothing was asked for there
+            assert ratio_lines(pair, clipped=False, **other)[1].endswith("0.500")
     failed = [Result("plain", "failed"), ran[2]]
     assert len(ratio_lines(failed, clipped=False)) == 1, "no ratio to what did not run"
 

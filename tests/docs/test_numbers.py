@@ -108,6 +108,9 @@ def two_part() -> set[str]:
 
 SOURCES = {
     "three lines of Python, clipping on": lambda: lines("2026-11-29T22:40", "2026-11-29T22:40"),
+    "three lines, no clipping": lambda: lines("2026-11-29T22:41", "2026-11-29T22:40"),
+    "three lines, every step clips": lambda: lines("2026-11-29T22:42:0", "2026-11-29T22:40"),
+    "three lines with 64 GB of RAM, clipping on": lambda: lines("2026-11-29T22:42:5", "2026-11-29T22:40"),
     "the same on a busy host": lambda: lines("2026-11-28T06:49", "2026-11-28T06:49"),
     "the same on the busy host": lambda: lines("2026-11-28T06:50", "2026-11-28T06:49"),
     "the same, each step, on the busy host": lambda: lines("2026-11-28T06:51", "2026-11-28T06:49"),

@@ -11,7 +11,16 @@ from torch import nn
 
 from tests.nn.convert.test_causal_lm import batch, gradients
 from tests.nn.convert.test_fused_modules_lean import assert_equal, on_the_cpu, wanted  # noqa: F401 - a fixture
-from tests.nn.convert.test_layer_graphs import MUCH, accelerated, fused, graphed, own_layers, step  # noqa: F401 - same
+from tests.nn.convert.test_layer_graphs import (  # noqa: F401 - and a fixture
+    MUCH,
+    accelerated,
+    fused,
+    graphed,
+    own_layers,
+    step,
+    turned,
+)
+from vblackwell.kernels.pointwise import rows_triton
 from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs
 from vblackwell.nn.convert import fused_layers
 
@@ -133,3 +142,14 @@ def test_what_attention_is_given_is_asked_of_a_layer_that_differs(fused, monkeyp
     model.model.layers[1].hidden_size -= 1
     model.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)
     assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(("dtype", "tables"), [(torch.float32, (3, 8)), (torch.bfloat16, (2, 3, 8))])
+def test_what_stands_for_the_rotation_has_its_bits_and_strides(inverse, dtype, tables):
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, heads, 8, generator=draw).to(dtype).transpose(1, 2) for heads in (2, 1))
+    cos, sin = (torch.randn(tables, generator=draw).to(dtype) for _ in range(2))
+    found, right = turned(q, k, cos, sin, inverse), rows_triton.rotate(q, k, cos, sin, inverse)
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()

@@ -36,7 +36,7 @@ from vblackwell.kernels.pointwise import layer_graphs, rows_triton
 from vblackwell.kernels.pointwise.layer import own_layer
 from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs, graphs_in_use
 from vblackwell.kernels.runtime.capture import Captured, capturing
-from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.kernels.runtime.registry import empty_of, use_backend
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert import fused_layers
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
@@ -52,16 +52,18 @@ MUCH = 1 << 40
 def turned(
     q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, ...]:
-    """As `rows_triton.rotate`: a program for each position, which takes the interpreter most of a test's time."""
-    cos, sin = (table[:, None] if table.dim() == 3 else table for table in (cos, sin))
+    """As `rows_triton.rotate`, in fp32 and with the inputs' strides: a program for each position, which takes the
+    interpreter most of a test's time."""
+    cos, sin = (table.float()[:, None] if table.dim() == 3 else table.float() for table in (cos, sin))
     (cos_left, cos_right), (sin_left, sin_right) = cos.chunk(2, -1), sin.chunk(2, -1)
     found = []
-    for left, right in (x.chunk(2, -1) for x in (q_BNSH, k_BKSH)):
+    for x in (q_BNSH, k_BKSH):
+        left, right = x.float().chunk(2, -1)
         if inverse:
             both = (left * cos_left + right * sin_right, right * cos_right - left * sin_left)
         else:
             both = (left * cos_left - right * sin_left, right * cos_right + left * sin_right)
-        found.append(torch.cat(both, -1).to(left.dtype))
+        found.append(empty_of(x).copy_(torch.cat(both, -1)))
     return tuple(found)
 
 
