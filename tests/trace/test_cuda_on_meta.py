@@ -110,6 +110,26 @@ def test_our_decoder_leaves_it_alone_too(monkeypatch):
     assert digests(0) == here
 
 
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("traced", [None, torch.bfloat16])
+def test_a_region_that_a_model_opens_leaves_autocast_as_it_was(traced, outside):
+    """As rotary embeddings open one to compute in fp32; it ends with what it was told in the beginning."""
+
+    class Opens(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", enabled=False), torch.autocast("cpu", torch.float16, enabled=False):
+                return super().forward(input.float())
+
+    def now() -> list[Any]:
+        return [ask(kind) for kind in ("cpu", "cuda") for ask in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        before = now()
+        make = lambda: torch.zeros(4, 64, device="cuda")  # noqa: E731
+        trace_training(Opens(64, 64), make, lambda model, x: model(x).sum(), None, autocast=traced)
+        assert now() == before
+
+
 def test_of_two_threads_neither_leaves_its_answers_behind():
     def asked() -> list[Any]:
         return [

@@ -294,6 +294,9 @@ def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int
         lacks = f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks"
         raise Unsupported(f"{lacks}: they were tried with torch 2.11 to 2.13")
     with _ONE_AT_A_TIME, ExitStack() as stack:
+        for device in ("cpu", "cuda"):  # a region that a model opens itself ends with the answers below, not with these
+            stack.callback(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))
+            stack.callback(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device))
         mode, has_bf16, optimizer = CudaOnMeta(autocast), capability >= (8, 0), torch.optim.Optimizer
         run_backward = graph._engine_run_backward
         # Our kernels' dispatcher remembers the capability: not across the borders of a trace.
