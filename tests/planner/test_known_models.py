@@ -13,9 +13,10 @@ from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import GPUS
 from vblackwell.nn.decoder.config import PRESETS
-from vblackwell.planner.known_models import KNOWN_MODELS, known_name
+from vblackwell.planner.known_models import KNOWN_MODELS, NUM_PARAMETERS, known_name
 from vblackwell.planner.model_spec import fields_of, find_model
 from vblackwell.planner.what_fits import WhatFits
+from vblackwell.trace.causal_lm import build_causal_lm
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,13 @@ def test_all_names_are_listed(capsys):
     said = capsys.readouterr().out
     assert all(f"\n  {name} " in said for name in (*KNOWN_MODELS, *GPUS)) and all(name in said for name in PRESETS)
     assert "  gpt-oss-20b     24 layers of width 2880, 32 experts, 4 a token\n" in said
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_each_model_has_as_many_parameters_as_are_said(name):
+    model = build_causal_lm(dict(KNOWN_MODELS[name]), name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[name]
 
 
 # What a token multiplies by, of what was published: all but the table of the embedding.

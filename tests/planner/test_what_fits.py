@@ -135,7 +135,7 @@ def test_every_way_of_one_model(capsys):
 
 
 def test_one_answer_builds_and_traces_nothing_twice(monkeypatch):
-    """Seconds of a large model each: built frozen, to be trained and in fp32; two forwards of one token; and a step by
+    """Seconds of a large model each: built frozen and in fp32; two forwards of one token; and a step by
     the weights that are there and by batch, of the steps of both placements and of both machines."""
     counts = Counter[Any]()
 
@@ -157,8 +157,8 @@ def test_one_answer_builds_and_traces_nothing_twice(monkeypatch):
     assert all(isinstance(fit, Fit) for fit in answers.ways("tiny-c", place(8 * GiB)).values())
     assert all(isinstance(fit, Fit) for fit in answers.ways("tiny-c", place(7 * GiB)).values())
     traced = [("plain", 1), *itertools.product(("adapters-bf16", "adapters", "train"), (1, 2))]
-    expected = {("trace", key): 1 for key in traced} | {("trace_forward", None): 2, ("add_adapters", None): 1}
-    built = {("build_causal_lm", torch.bfloat16): 2, ("build_causal_lm", torch.float32): 1}
+    expected = {("trace", key): 1 for key in traced} | {("trace_forward", None): 2, ("add_adapters", None): 2}
+    built = {("build_causal_lm", torch.bfloat16): 1, ("build_causal_lm", torch.float32): 1}
     assert counts == expected | built
 
 

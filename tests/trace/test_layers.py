@@ -24,7 +24,7 @@ from vblackwell.trace import layers as layers_of_few
 from vblackwell.trace import recorder
 from vblackwell.trace import trace as tracing
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
-from vblackwell.trace.layers import FEW, Recording, equal_layers, lengthened
+from vblackwell.trace.layers import FEW, Layers, Recording, change_alike, copy_on_meta, equal_layers, lengthened
 from vblackwell.trace.trace import Trace, trace_forward
 
 LAYERS = 9
@@ -34,6 +34,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 QWEN = {**LLAMA, "model_type": "qwen2"}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 20}  # by turns
 GPT2 = {"model_type": "gpt2", "vocab_size": 500, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 DECODER = of_decoder("decoder", DecoderConfig(500, 64, 128, LAYERS, 4, max_position=64))
@@ -103,6 +104,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # whose parts are in the o
             spec_of({**LLAMA, "hidden_size": 128, "intermediate_size": 256}, packed_with_adapters),
             {"checkpointing": True},
         ),
+        (spec_of(GEMMA2), {"optimizer": "adafactor"}),
+        slow(spec_of(GEMMA2, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}),
         (DECODER, {"optimizer": "adamw-for-loop"}),
         (DECODER, {"precision": "bf16", "checkpointing": True}),
     ],
@@ -154,7 +157,8 @@ def one_hook(model: Any) -> None:
     "spec",
     [
         spec_of({**QWEN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}),
-        spec_of({**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16}),
+        spec_of({**GEMMA2, "num_hidden_layers": 19}),
+        spec_of({**GEMMA2, "num_hidden_layers": 2 * sum(FEW)}),
         spec_of({**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [3]}),
         spec_of({**LLAMA, "num_hidden_layers": sum(FEW)}),
         spec_of({**MIXTRAL, "output_router_logits": True}),
@@ -184,10 +188,46 @@ def test_answers_are_of_one_default_type():
     assert Run(spec, 64, precision="bf16").trace(2) == wide
 
 
+@pytest.mark.parametrize("fields", [GEMMA2, {**MIXTRAL, "hidden_size": 128, "intermediate_size": 256}])
+def test_what_is_done_to_the_first_layers_is_done_to_all(fields):
+    """As if each had been changed by itself; and so a trace of it is the same."""
+    model = build_causal_lm(fields, "a model", torch.bfloat16).requires_grad_(False)
+    each, seen = copy_on_meta(model), list[int]()
+    change_alike(model, lambda few: (seen.append(len(few.model.layers)), packed_with_adapters(few)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers_of_few, "equal_layers", lambda model: None)
+        change_alike(each, packed_with_adapters)
+    assert seen == [2 if fields is GEMMA2 else 1]
+
+    def said(of: nn.Module) -> list[Any]:
+        tensors = [*of.named_parameters(), *of.named_buffers()]
+        forms = [(name, each.shape, each.stride(), each.dtype, each.requires_grad) for name, each in tensors]
+        return [*forms, *((name, type(module), module.training) for name, module in of.named_modules())]
+
+    assert said(model) == said(each)
+    assert len({id(x) for x in model.parameters()}) == len(list(each.parameters()))
+    numbers = [[m.layer_idx for m in made.modules() if hasattr(m, "layer_idx")] for made in (model, each)]
+    assert numbers[0] == numbers[1]
+    assert equal_layers(model) is not None and layers_of_few._same(model.model.layers[-1], each.model.layers[-1])
+
+
+def test_a_copy_shares_no_parameter_and_no_module():
+    model = build_causal_lm(LLAMA, "a model")
+    made = copy_on_meta(model)
+    assert layers_of_few._same(model.model.layers, made.model.layers) and made.config is model.config
+    assert not {id(x) for x in model.modules()} & {id(x) for x in made.modules()}
+    assert not {x.untyped_storage()._cdata for x in model.parameters()} & {
+        x.untyped_storage()._cdata for x in made.parameters()
+    }
+    tied = build_causal_lm({**LLAMA, "tie_word_embeddings": True}, "a model")
+    made = copy_on_meta(tied)
+    assert made.lm_head.weight is made.model.embed_tokens.weight is not tied.lm_head.weight
+
+
 def test_a_model_needs_no_configuration():
     model = build_causal_lm(LLAMA, "a model")
     del model.config
-    assert equal_layers(model) is model.model.layers
+    assert equal_layers(model) == Layers(model.model.layers, 1)
 
 
 def test_strangers_models_are_traced_whole():

@@ -10,8 +10,9 @@ from vblackwell.errors import ConfigurationError, likeness
 from vblackwell.machine.gpus import GPUS
 from vblackwell.units import columns
 
-# The shapes that authors published, as fields of transformers' configurations.
+# The shapes that authors published, as fields of transformers' configurations, and what such a model has.
 KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text("utf-8"))
+NUM_PARAMETERS: dict[str, int] = {name: fields.pop("num_parameters") for name, fields in KNOWN_MODELS.items()}
 
 _PUBLISHERS = "meta-llama|qwen|google|microsoft|openai|openai-community|mistralai|tinyllama|huggyllama|unsloth"
 # What published names have in addition, and sizes do not depend on.

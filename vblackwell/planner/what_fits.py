@@ -13,7 +13,6 @@ lanes; without a model, from the largest that its states do not already rule out
 - *plain*: PyTorch alone: fp32, AdamW, one sequence of 1,024 tokens a step.
 """
 
-import copy
 import functools
 import itertools
 from collections import defaultdict
@@ -37,13 +36,14 @@ from vblackwell.offload.layout.generation import (
     workspace_bytes,
 )
 from vblackwell.offload.layout.groups import EXACT, find_groups
-from vblackwell.planner.forecast import Forecast, Machine
-from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner.forecast import Forecast, Machine, Placed
+from vblackwell.planner.known_models import KNOWN_MODELS, NUM_PARAMETERS
 from vblackwell.planner.memory_estimate import Run, allocatable_bytes
 from vblackwell.planner.model_spec import of_config, packed_in
 from vblackwell.planner.placement import FAST, Choice, Lacking, Space, lane_words
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
+from vblackwell.trace.layers import change_alike, copy_on_meta
 from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
@@ -68,7 +68,7 @@ SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
-MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
+MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5625
 MIN_PLAIN = 16.0  # fp32 weights, gradients and moments
 GROWS = 0.9  # of a step's bytes, that grow with its forward
 NOTHING = Trace((), (), (), (), 0, 0)
@@ -112,7 +112,7 @@ class WhatFits:
         # Built once each for the model that is being asked about.
         self._model = functools.lru_cache(maxsize=1)(self._build)
         self._runs = functools.lru_cache(maxsize=len(WAYS))(self._run_of)
-        self.parameters = functools.cache(lambda name: sum(p.numel() for p in self._model(name).parameters()))
+        self.parameters = functools.cache(self._count)
         self._packs = functools.cache(lambda name: _has_packable(self._model(name)))
         self.packing = functools.cache(lambda name: packed_in(self._fields[name], self._model(name)))
         self.packed_bytes = functools.cache(self._packed_bytes)
@@ -164,8 +164,10 @@ class WhatFits:
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
         state = parameters * (MIN_STATE if trains else MIN_PACKED)
-        least = (parameters * _resident_bytes(place) if trains else self.packed_bytes(name)) if only_resident else state
-        if least > bounds.gpu + (0 if only_resident else bounds.host + bounds.disk):
+        room = bounds.gpu + (0 if only_resident else bounds.host + bounds.disk)
+        if state > room or (only_resident and trains and parameters * _resident_bytes(place) > room):
+            return False
+        if only_resident and not trains and self.packed_bytes(name) > room:
             return False
         if task == "run":
             passing = state - bounds.gpu
@@ -192,16 +194,24 @@ class WhatFits:
         )
         plain = kind == "plain"
 
-        build = spec.build
-
-        def fused(dtype: torch.dtype) -> nn.Module:
-            """As it is trained, in all of its traces."""
-            packs = kind == "adapters"
-            model = self._adapted(name, packs, on_gpu) if kind.startswith("adapters") else build(dtype)
+        def prepare(model: nn.Module, dtype: torch.dtype) -> None:
+            """As ``vb train`` does in all of its traces; for adapters with ``--lora 16``, over FP4 ``--use-fp4``."""
+            if kind.startswith("adapters"):
+                add_adapters(model, Lora(RANK))
+                model.to(dtype).train()
+            if kind == "adapters":
+                _pack(model, on_gpu, self.packing(name))
             fuse(model)
+
+        def prepared(dtype: torch.dtype) -> nn.Module:
+            model = copy_on_meta(self._model(name))
+            if kind == "train":
+                model.requires_grad_(True).train()
+                model = model if on_gpu else model.to(dtype)  # which would round the buffers as well
+            self._change(name, model, lambda model: prepare(model, dtype))
             return model
 
-        spec = spec if plain else replace(spec, build=fused)
+        spec = spec if plain else replace(spec, build=prepared)
         precision = "bf16" if on_gpu and not plain else "fp32"
         return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 
@@ -217,10 +227,17 @@ class WhatFits:
         run = self._runs(name, kind, place.has_gpu)
         forecast = Forecast(run, place, traces=self._traces[run.spec.name], steps=1)  # traces depend on no machine
         least = Choice(placements[-1], *BATCHES[-1], True, activations="host")
-        middle = replace(least, batch_size=BATCHES[len(BATCHES) // 2][0])
+        if placements == ("resident",) and isinstance(lacking := forecast.predict(least), Lacking):
+            return lacking
+        # No trace where not even without activations there is room.
+        lacks = {batch: _lacks_at_least(forecast, least, batch, placements) for batch in BATCHES}
+        batches = [batch for batch, found in lacks.items() if found is None]
+        if not batches:
+            return next(found for found in lacks.values() if found is not None)
+        middle = replace(least, batch_size=batches[len(batches) // 2][0])
         trace, growing = forecast.trace(True, middle.batch_size), GROWS / middle.batch_size
         growing *= forecast.step_bytes(middle, trace) - forecast.step_bytes(least, NOTHING)
-        for batch, activations in itertools.product(BATCHES, ("level0", "host")):  # checkpoints in RAM if they must
+        for batch, activations in itertools.product(batches, ("level0", "host")):  # checkpoints in RAM if they must
             if place.has_gpu and batch[0] > middle.batch_size and batch[0] * growing > bounds.gpu:
                 continue  # not worth a trace
             space = Space((batch,), (True,), placements, activations=(activations,))
@@ -237,7 +254,7 @@ class WhatFits:
             return Fit(
                 way, name, parameters, found.tokens_per_second, *sizes, resident, how, shape[0] * shape[1], shape
             )
-        lacking = forecast.predict(least)
+        lacking = lacks[BATCHES[-1]] or forecast.predict(least)
         return lacking if isinstance(lacking, Lacking) else Lacking("memory")
 
     def _plain(self, name: str, place: Machine) -> Fit | Lacking:
@@ -289,7 +306,7 @@ class WhatFits:
     def _decode(self, name: str, packed: bool, capability: tuple[int, int], tiled: bool) -> "_Decoding":
         model: Any = self._model(name)
         if packed:
-            model = _pack(copy.deepcopy(model), tiled, self.packing(name))
+            model = self._packed(name, tiled)
         plain = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
         shape = plain or cache_shape(model.config, 1, POSITIONS, torch.bfloat16, windows=True)
         if shape is None:
@@ -299,23 +316,26 @@ class WhatFits:
         work = trace_forward(model, batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
         return _Decoding(shape, plain is None, sizes, token_bytes(config, 2), work)
 
+    def _count(self, name: str) -> int:
+        known = NUM_PARAMETERS.get(name) if self._fields[name] == KNOWN_MODELS.get(name) else None
+        return known or sum(parameter.numel() for parameter in self._model(name).parameters())
+
     def _build(self, name: str) -> nn.Module:
         """In bf16 on meta, frozen and in eval mode; nobody changes it."""
         return build_causal_lm(dict(self._fields[name]), name, torch.bfloat16).requires_grad_(False).eval()
 
-    def _adapted(self, name: str, packed: bool, on_gpu: bool) -> nn.Module:
-        """As ``vb train --lora 16`` makes it, ``packed`` with ``--use-fp4``."""
-        if packed:
-            plain = self._runs(name, "adapters-bf16", on_gpu).model
-            return _pack(copy.deepcopy(plain), on_gpu, self.packing(name))
-        model = copy.deepcopy(self._model(name))
-        add_adapters(model, Lora(RANK))
-        return model.to(torch.bfloat16 if on_gpu else torch.float32).train()
+    def _packed(self, name: str, tiled: bool) -> nn.Module:
+        model = copy_on_meta(self._model(name))
+        self._change(name, model, lambda model: _pack(model, tiled, self.packing(name)))
+        return model
+
+    def _change(self, name: str, model: nn.Module, change: Callable[[nn.Module], object]) -> None:
+        """``change`` the ``model``, of equal layers one; a packed folder says of each linear how it is packed."""
+        change_alike(model, change) if self.packing(name) is None else change(model)
 
     def _packed_bytes(self, name: str) -> int:
-        packing = self.packing(name)  # whose bytes are the folder's
-        model = _pack(copy.deepcopy(self._model(name)), packing is None, packing)
-        return sum(parameter.nbytes for parameter in model.parameters())
+        tiled = self.packing(name) is None  # else the bytes are the folder's
+        return sum(parameter.nbytes for parameter in self._packed(name, tiled).parameters())
 
 
 class _Decoding(NamedTuple):
@@ -327,6 +347,21 @@ class _Decoding(NamedTuple):
     sizes: tuple[int, ...]
     token_bytes: int
     work: Any
+
+
+def _lacks_at_least(
+    forecast: Forecast, choice: Choice, batch: tuple[int, int], placements: Iterable[str]
+) -> Lacking | None:
+    """What ``choice`` with such steps lacks on a GPU even without activations, wherever it is updated."""
+    if not forecast.machine.has_gpu:
+        return None
+    one = replace(choice, batch_size=batch[0], accumulation_steps=batch[1], activations="level0")
+    found: Placed | Lacking | None = None
+    for placement, update in itertools.product(placements, ("host", "device", "auto")):  # the last takes seconds
+        found = forecast.place(replace(one, placement=placement, update=update), NOTHING)
+        if not isinstance(found, Lacking):
+            return None
+    return found
 
 
 def _resident_bytes(place: Machine) -> float:
@@ -349,12 +384,11 @@ def _has_packable(model: nn.Module) -> bool:
     return None in find_linears(model, transposed=True).values()
 
 
-def _pack(model: nn.Module, tiled: bool = True, packing: PackedLinears | None = None) -> nn.Module:
+def _pack(model: nn.Module, tiled: bool = True, packing: PackedLinears | None = None) -> None:
     if packing is not None:
         store_packed(model, packing.fine, packing.form, tiled=tiled)
     elif _has_packable(model):
         store_linears(model, "all", None, "nvfp4", tiled=tiled)
-    return model
 
 
 HEADS = ("", "model", "parameters", "tokens/s", "GPU", "RAM", "disk", "")

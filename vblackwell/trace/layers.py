@@ -1,17 +1,21 @@
 """Traces of models with many equal layers, from traces of the same model with few.
 
-Equal layers allocate and compute the same, one after another: a trace of three layers says what a fourth adds. While it
-is recorded, each event is given to a layer: in forward to the last one whose storages an operator has read, in backward
-to the first; in lists of an optimizer to the layer of the parameter. What a middle layer does is repeated; where it
-releases what a neighbour made, of the copy's neighbour. `lengthened` repeats it once first and compares that with a
-trace of one layer more: unless both are equal, to the event (but for the order of what is released at once), it gives
-nothing, and the model is traced whole. Layers that are computed again take four and five: the first product of backward
-may be the middle layer's of three.
+Where two or more kinds of layers take turns, a layer here is one turn of them. Equal layers allocate and compute the
+same, one after another: a trace of three layers says what a fourth adds. While it is recorded, each event is given to a
+layer: in forward to the last one whose storages an operator has read, in backward to the first; in lists of an
+optimizer to the layer of the parameter. What a middle layer does is repeated; where it releases what a neighbour made,
+of the copy's neighbour. `lengthened` repeats it once first and compares that with a trace of one layer more: unless
+both are equal, to the event (but for the order of what is released at once), it gives nothing, and the model is traced
+whole. Layers that are computed again take four and five: the first product of backward may be the middle layer's of
+three.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 from unittest import mock
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from vblackwell.trace.work import Work, of_longer_lists
 
 FEW, FEW_RECOMPUTED = (3, 4), (4, 5)
+MAX_TURN = 6  # layers of one turn, of which Gemma 3 has so many
 MIDDLE = 1  # the layer that is repeated
 Layer = int | None  # None: of no layer
 _KNOWN = ("transformers.models.", "vblackwell.nn.decoder.")  # others' code may do anything by a layer's number
@@ -49,13 +54,36 @@ class _NoConfig:
     """Of a part of a model that has none."""
 
 
-def equal_layers(model: Any) -> nn.ModuleList | None:
-    """The layers of a decoder, ours or of transformers, if there are many and nothing but their number tells them
-    apart."""
+@dataclass(frozen=True)
+class Layers:
+    """Of a decoder: nothing but their number tells those apart that are ``turn`` places from each other."""
+
+    every: nn.ModuleList
+    turn: int
+
+    def __len__(self) -> int:
+        return len(self.every) // self.turn
+
+    @contextmanager
+    def only_first(self, count: int) -> Iterator[None]:
+        """Let the model have the layers of ``count`` turns."""
+        kept = dict(list(self.every._modules.items())[: count * self.turn])
+        with mock.patch.object(self.every, "_modules", kept):
+            yield
+
+    def numbers(self) -> dict[int, int]:
+        """The number of its turn by the id of each parameter and buffer."""
+        numbered = [(number // self.turn, layer) for number, layer in enumerate(self.every)]
+        return {id(each): turn for turn, layer in numbered for each in (*layer.parameters(), *layer.buffers())}
+
+
+def equal_layers(model: Any) -> Layers | None:
+    """The layers of a decoder, ours or of transformers, if they are equal, each to the others or all that are a turn of
+    2 to 6 apart, and so many that few of them are a part."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     inside = {id(each) for one in lists for each in one.modules() if each is not one}
     outer = [each for each in lists if id(each) not in inside]
-    if not type(model).__module__.startswith(_KNOWN) or len(outer) != 1 or len(outer[0]) <= sum(FEW):
+    if not type(model).__module__.startswith(_KNOWN) or len(outer) != 1:
         return None
     layers, config = outer[0], vars(getattr(model, "config", _NoConfig))
     # What a model reads of its configuration, or of that of its part that reads text, by a layer's number.
@@ -64,17 +92,22 @@ def equal_layers(model: Any) -> nn.ModuleList | None:
     if any(name.lstrip("_").startswith("output_") and value for part in parts for name, value in part.items()):
         return None
     lists = [each for part in parts for each in part.values() if isinstance(each, (list, tuple))]
-    if any(len(each) == len(layers) and each != each[:1] * len(layers) for each in lists):
-        return None
+    lists = [each for each in lists if len(each) == len(layers)]
     own = [{id(tensor) for tensor in (*layer.parameters(), *layer.buffers())} for layer in layers]
     if sum(map(len, own)) != len(set().union(*own)):
         return None
-    return layers if all(_same(layers[0], each) for each in layers) else None
+    for turn in range(1, MAX_TURN + 1):
+        count, rest = divmod(len(layers), turn)
+        turns = rest == 0 and count > sum(FEW) and all(each == each[:turn] * count for each in lists)
+        if turns and all(_same(layers[number % turn], each) for number, each in enumerate(layers)):
+            return Layers(layers, turn)
+    return None
 
 
 # A number by which a layer finds its part of a cache, and what peft remembers of where a linear was.
 _PLACES = {("layer_idx", int), ("layer", int), ("target_name", str)}
-_PLAIN = (int, float, str, bool, type(None), set, torch.dtype, torch.device)
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, dict, OrderedDict)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -82,6 +115,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if type(one) in _CONTAINERS and not one:
+        return not other
     if isinstance(one, nn.Module):
         return _same(one.__dict__, other.__dict__)
     if isinstance(one, dict):
@@ -89,28 +124,70 @@ def _same(one: Any, other: Any) -> bool:
         return alike and all((name, type(each)) in _PLACES or _same(each, other[name]) for name, each in one.items())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
-    return _form(one) == _form(other) if isinstance(one, Tensor) else isinstance(one, _PLAIN) and one == other
+    if isinstance(one, partial):  # activations are some
+        return one.func is other.func and _same(one.args, other.args) and _same(one.keywords, other.keywords)
+    return _form(one) == _form(other) if isinstance(one, Tensor) else isinstance(one, (set, *_PLAIN)) and one == other
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def few_of(model: nn.Module, layers: nn.ModuleList) -> tuple[int, int]:
+def few_of(model: nn.Module, layers: Layers) -> tuple[int, int]:
     """How many of its ``layers`` are traced to know the rest."""
-    return FEW_RECOMPUTED if any(getattr(each, "gradient_checkpointing", False) for each in (model, layers[0])) else FEW
+    recomputed = any(getattr(each, "gradient_checkpointing", False) for each in (model, layers.every[0]))
+    return FEW_RECOMPUTED if recomputed else FEW
 
 
-@contextmanager
-def only_first(layers: nn.ModuleList, count: int) -> Iterator[None]:
-    """Let the model have ``count`` of its layers."""
-    with mock.patch.object(layers, "_modules", dict(list(layers._modules.items())[:count])):
-        yield
+def change_alike(model: nn.Module, change: Callable[[nn.Module], object]) -> None:
+    """``change`` the ``model``, which is on meta, in place: of equal layers the first ones, whose copies the others
+    become. ``change`` must do the same to all of them."""
+    layers = equal_layers(model)
+    if layers is None:
+        change(model)
+        return
+    every, turn = layers.every, layers.turn
+    with layers.only_first(1):
+        change(model)
+        first = list(every)
+        inside = {id(each) for layer in first for each in layer.modules()}
+        outside: dict[int, Any] = {id(each): each for each in model.modules() if id(each) not in inside}
+    for number in range(len(every)):
+        every[number] = first[number] if number < turn else _copy_of(first[number % turn], dict(outside))
+        for each in every[number].modules():
+            for name, kind in _PLACES:
+                if kind is int and vars(each).get(name) == number % turn:
+                    setattr(each, name, number)
 
 
-def numbers_of(layers: nn.ModuleList) -> dict[int, int]:
-    """The number of its layer by the id of each parameter and buffer."""
-    return {id(each): number for number, layer in enumerate(layers) for each in (*layer.parameters(), *layer.buffers())}
+def copy_on_meta(model: nn.Module) -> Any:
+    """A copy of a module on meta in a tenth of `copy.deepcopy`'s time: what is neither module, tensor nor a plain
+    container, such as a configuration, is shared."""
+    return _copy_of(model, {})
+
+
+def _copy_of(value: Any, copies: dict[int, Any]) -> Any:
+    if type(value) in _PLAIN or type(value) in _CONTAINERS and not value:
+        return value if type(value) in _PLAIN else type(value)()
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, nn.Module):
+        copies[id(value)] = made = object.__new__(type(value))
+        vars(made).update((name, _copy_of(each, copies)) for name, each in vars(value).items())
+    elif type(value) in (Tensor, nn.Parameter):
+        made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+        vars(made).update(vars(value))
+        copies[id(value)] = made
+    elif type(value) in _CONTAINERS[:3]:
+        made = type(value)(_copy_of(each, copies) for each in value)
+    elif type(value) in _CONTAINERS:
+        made = type(value)((name, _copy_of(each, copies)) for name, each in value.items())
+    elif isinstance(value, (Tensor, *_CONTAINERS)):
+        made = deepcopy(value, copies)
+    else:
+        made = value
+    return made
 
 
 def lengthened(few: Recording, one_more: Recording, more: int) -> Recording | None:

@@ -20,7 +20,7 @@ from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
-from vblackwell.trace.layers import Recording, equal_layers, few_of, lengthened, numbers_of, only_first
+from vblackwell.trace.layers import Layers, Recording, equal_layers, few_of, lengthened
 from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
@@ -138,11 +138,11 @@ def trace_training(
     return Trace(*births, tuple(found.events), tuple(found.marks), *counts, tuple(found.work))
 
 
-def _lengthened(model: nn.Module, layers: nn.ModuleList, record: Callable[[], Recording]) -> Recording | None:
+def _lengthened(model: nn.Module, layers: Layers, record: Callable[[], Recording]) -> Recording | None:
     few, one_more = few_of(model, layers)
 
     def recorded(count: int) -> Recording:
-        with only_first(layers, count):
+        with layers.only_first(count):
             return record()
 
     try:
@@ -153,7 +153,7 @@ def _lengthened(model: nn.Module, layers: nn.ModuleList, record: Callable[[], Re
 
 def _record(
     model: nn.Module,
-    layers: nn.ModuleList | None,
+    layers: Layers | None,
     make_batch: MakeBatch,
     loss: Loss,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
@@ -163,7 +163,7 @@ def _record(
     steps: int,
 ) -> Recording:
     parameters = list(model.parameters())
-    recorder = Recorder(capability, num_sms, layer_of=None if layers is None else numbers_of(layers))
+    recorder = Recorder(capability, num_sms, layer_of=None if layers is None else layers.numbers())
     try:
         calls = register_module_forward_pre_hook(recorder.called)
         with calls, cuda_on_meta(autocast, capability) as cuda, plain_batches():
@@ -200,9 +200,9 @@ def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capabilit
 
 
 def _record_forward(
-    model: nn.Module, layers: nn.ModuleList | None, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]
+    model: nn.Module, layers: Layers | None, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]
 ) -> Recording:
-    recorder = Recorder(capability, counts_work=True, layer_of=None if layers is None else numbers_of(layers))
+    recorder = Recorder(capability, counts_work=True, layer_of=None if layers is None else layers.numbers())
     recorder.enter_phase("setup")
     _see_weights(recorder, [*model.parameters(), *model.buffers()])  # so that views of them are known
     recorder.enter_phase("forward")

@@ -152,7 +152,7 @@ class StoragePlan:
         below = self._spread(missing)
         staging = self._staging_for(below, self._spread(later))
         levels, ranges = self._levels_with(staging), dict(self.ranges)
-        positions = self._place(below, self._free(levels))
+        positions = _place(self._held_bytes(below), self._free(levels))
         assert positions is not None, "the staging was chosen so that they fit"
         placed = [(pair, 0) for pair in missing if self._lives_on_level0(pair)]
         placed += [(pair, self.usable[position]) for pair, position in zip(below, positions, strict=True)]
@@ -187,17 +187,6 @@ class StoragePlan:
         alignment = max(self.levels[level].alignment for level in self.usable)
         return [align_up(group.size_of(kind), alignment) for group, kind in pairs]
 
-    def _place(self, pairs: Iterable[Pair], free: Sequence[int]) -> list[int] | None:
-        """A position in ``free`` for each of ``pairs``, the first with enough bytes; None where one finds none."""
-        left, chosen = list(free), []
-        for size in self._held_bytes(pairs):
-            position = next((index for index, free_bytes in enumerate(left) if free_bytes >= size), None)
-            if position is None:
-                return None
-            left[position] -= size
-            chosen.append(position)
-        return chosen
-
     def _levels_with(self, staging: Staging) -> list[LevelSpace]:
         levels, host = list(self.levels), self.staging_level
         if self.has_host_level:
@@ -231,12 +220,13 @@ class StoragePlan:
             held = replace(held, by_kind={INCOMING: align_up(self.incoming_bytes, PAGE), **held.by_kind})
         free = self._free(self._levels_with(held))
         in_ram = [self.levels[level].kind == "ram" for level in self.usable]
-        alone = self._place(wanted, free)
+        sizes = self._held_bytes(wanted)
+        alone = _place(sizes, free)
         if alone is None:
-            raise ranges_do_not_fit(sum(self._held_bytes(wanted)), 0, sum(free))
-        both = [*wanted, *later]
-        if self._place(both, free) is None:
-            both = wanted  # what comes later will be refused then
+            raise ranges_do_not_fit(sum(sizes), 0, sum(free))
+        both, both_sizes = [*wanted, *later], [*sizes, *self._held_bytes(later)]
+        if _place(both_sizes, free) is None:
+            both, both_sizes = wanted, sizes  # what comes later will be refused then
         staged_already = Counter[int]()
         for (index, kind), placed in self.ranges.items():
             if index in self.on_level0 and kind in PARAMETER_KINDS and self.levels[placed.level].kind != "ram":
@@ -246,10 +236,12 @@ class StoragePlan:
             return held
         host = self.usable.index(self.staging_level)
 
-        def needed(pairs: list[Pair], positions: Sequence[int], least: Staging, max_sets: int) -> Staging:
+        def needed(
+            pairs: list[Pair], sizes: list[int], positions: Sequence[int], least: Staging, max_sets: int
+        ) -> Staging:
             """``least``, and what ``positions`` ask for beyond it."""
             by_kind, in_sets = dict(least.by_kind), staged_already.copy()
-            for (group, kind), position, size in zip(pairs, positions, self._held_bytes(pairs), strict=True):
+            for (group, kind), position, size in zip(pairs, positions, sizes, strict=True):
                 if not in_ram[position]:
                     by_kind.setdefault(kind, align_up(self.largest[kind], PAGE))
                     if group.index in self.on_level0 and kind not in GRADIENTS:
@@ -257,25 +249,41 @@ class StoragePlan:
             set_bytes = max([least.set_bytes, *in_sets.values()])
             return Staging(by_kind, max(least.num_sets, max_sets) if set_bytes else 0, set_bytes)
 
-        def enough(pairs: list[Pair], max_sets: int) -> Staging | None:
+        def enough(pairs: list[Pair], sizes: list[int], max_sets: int) -> Staging | None:
             """Staging that suffices for what spills when it has been taken; None if there is no room for it."""
             staging, more = None, held
             while more != staging:
                 staging, left = more, list(free)
                 left[host] -= staging.num_bytes - held.num_bytes
-                positions = self._place(pairs, left) if left[host] >= 0 else None
+                positions = _place(sizes, left) if left[host] >= 0 else None
                 if positions is None:
                     return None
-                more = needed(pairs, positions, staging, max_sets)
+                more = needed(pairs, sizes, positions, staging, max_sets)
             return staging
 
         host_bytes = self.levels[self.staging_level].capacity_bytes
-        for pairs in (both, wanted):
+        for pairs, held_bytes in ((both, both_sizes), (wanted, sizes)):
             for max_sets in range(MAX_SETS, 0, -1):
-                found = enough(pairs, max_sets)
+                found = enough(pairs, held_bytes, max_sets)
                 if found is not None and (max_sets < 2 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
                     return found
-        more = needed(wanted, [len(free) - 1] * len(wanted), held, 1).num_bytes - held.num_bytes
+        more = needed(wanted, sizes, [len(free) - 1] * len(wanted), held, 1).num_bytes - held.num_bytes
         if more <= free[host]:  # but not next to what has to stay in RAM then
-            raise ranges_do_not_fit(sum(self._held_bytes(wanted)), more, sum(free))
+            raise ranges_do_not_fit(sum(sizes), more, sum(free))
         raise staging_does_not_fit(more, "for this model", free[host])
+
+
+def _place(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
+    """A position in ``free`` for each of ``sizes``, the first with enough bytes; None where one finds none."""
+    left, chosen = list(free), list[int]()
+    if sum(sizes) > sum(max(0, each) for each in left):
+        return None
+    for size in sizes:
+        for position, free_bytes in enumerate(left):
+            if free_bytes >= size:
+                left[position] -= size
+                chosen.append(position)
+                break
+        else:
+            return None
+    return chosen
