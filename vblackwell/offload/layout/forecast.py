@@ -156,7 +156,7 @@ def _plan(
     micro_batches: int,
     host_norms: bool,
 ) -> LanePlan:
-    modules = {module for site in found.sites for module in site.module.modules()}
+    modules = {module for site in found.sites for module in site.modules}
     tables = (module for module in modules if isinstance(module, nn.Embedding))
     looked_up = {id(param) for table in tables for param in table.parameters(recurse=False)}
     on_level0 = set(found.on_level0)

@@ -301,6 +301,11 @@ class Site:
     def slots(self) -> list[Slot]:
         return [slot for group in self.groups for slot in group.slots]
 
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        """The module and those inside it, when they were first asked for."""
+        return list(self.module.modules())
+
 
 def compute_dtype_of(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and param.is_floating_point() else param.dtype

@@ -363,19 +363,24 @@ def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
     for use in reversed(range(len(order))):
         following[order[use]].append(use)
     held: dict[int, int] = {}  # group to its last use
+    held_bytes = 0
     found: list[list[int] | None] = []
     gone: list[int] = []
     for use, index in enumerate(order):
         following[index].pop()
         victims: list[int] | None = None
         if use % (2 * len(groups) * plan.micro_batches) == 0:
-            gone += [held.pop(each) for each in list(held) if groups[each].on_host]
+            stale = [each for each in held if groups[each].on_host]
+            held_bytes -= sum(groups[each].weight_bytes for each in stale)
+            gone += [held.pop(each) for each in stale]
         if not groups[index].resident:
             if index not in held:
                 victims = []
-                while held and sum(groups[each].weight_bytes for each in (*held, index)) > budget:
+                held_bytes += groups[index].weight_bytes
+                while held and held_bytes > budget:
                     farthest = max(held, key=lambda each: following[each][-1] if following[each] else len(order))
                     victims.append(held.pop(farthest))
+                    held_bytes -= groups[farthest].weight_bytes
                 # What went because it was stale left its bytes for others: for the loads that follow, one each.
                 if not victims and gone:
                     victims.append(gone.pop(0))
@@ -404,19 +409,20 @@ class Clock:
             if not task.waits_for:
                 self._make_ready(task)
         events: list[tuple[float, int, Task]] = []
+        working, choose = self._working, self._choose
         while True:
             for lane in LANES:
-                if self._working[lane] is None and (task := self._choose(lane)) is not None:
+                if working[lane] is None and (task := choose(lane)) is not None:
                     end = self._now + self._seconds(task)
                     self._ring -= max(0, task.ring)
                     self._sets -= max(0, task.sets)
-                    self._working[lane] = task
+                    working[lane] = task
                     self.busy.append((lane, self._now, end - task.held, task.num_bytes))
                     heapq.heappush(events, (end, len(self.busy), task))
             if not events:
                 break
             self._now, _, task = heapq.heappop(events)
-            self._working[task.lane] = None
+            working[task.lane] = None
             self._finish(task)
         assert not any(map(any, self._graph.ordered.values())), "tasks wait for each other"
 

@@ -286,8 +286,9 @@ def held_together(sites: Sequence[Site], groups: Iterable[Group]) -> list[list[G
     """
     whole, around = set(groups), dict[nn.Module, dict[Group, None]]()
     always = [site for site in sites if site.when is Site.when]
+    asked = {site.module for site in always}
     for site in always:
-        for module in site.module.modules():
+        for module in asked.intersection(site.modules):
             around.setdefault(module, {}).update(dict.fromkeys(site.groups))
     return [[group for group in around[site.module] if group in whole] for site in always]
 
