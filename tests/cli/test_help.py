@@ -110,6 +110,8 @@ def test_what_is_trained_without_a_flag(tmp_path, monkeypatch):
         assert given(preset) == given("--config", preset)
     (tmp_path / "folder").mkdir()
     (tmp_path / "my.yaml").write_text("max_steps: 3\nhost_memory: 8GiB")
+    (tmp_path / "small.yaml").write_text("preset: small")
+    assert given("small.yaml") == given("--config", "small")
     assert given("folder") == given("--model", "folder") and given("owner/name") == given("--model", "owner/name")
     assert given("my.yaml", "--lr", "1") == given("--config", "my.yaml", "--lr", "1")
     assert given("folder", "--config", "my.yaml") == given("--model", "folder", "--config", "my.yaml")
@@ -119,6 +121,7 @@ def test_what_is_trained_without_a_flag(tmp_path, monkeypatch):
         (("--config", "tiny", "--model", "folder"), "--config tiny is a preset's .*, --model folder .*: drop one"),
         (("folder", "--config", "tiny"), "--config tiny is a preset's .*, --model folder .*: drop one"),
         (("tiny", "--model", "folder"), "--config tiny is a preset's .*, --model folder .*: drop one"),
+        (("folder", "--config", "small.yaml"), "small.yaml: 'preset' is random weights .* a model is given: drop one"),
         (("tinny",), r"'tinny' is neither a preset \(tiny, .*\) nor a folder; did you mean 'tiny'\?; to train"),
         (("llama-3-8b",), "to train a published model, give the folder or hub id of its weights"),
     ):

@@ -143,6 +143,16 @@ def test_a_run_s_folder_names_the_model_in_it(folder_of, tmp_path):  # noqa: F81
             find()
 
 
+def test_an_adapter_s_folder_names_its_base(tmp_path):
+    for settings, base in (
+        ({"base_model_name_or_path": "owner/base"}, "its base, owner/base"),
+        ({}, "the folder of its base"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ConfigurationError, match=f"holds an adapter and no model: give {base}$"):
+            find_model(str(tmp_path), {}, 16)
+
+
 def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monkeypatch, capsys, refused):  # noqa: F811
     """As without a network: what is in huggingface_hub's cache writes;
     what is not there, or in part, is refused with a remedy.

@@ -20,6 +20,7 @@ from vblackwell.folders.hub import cached_or_fetched, is_hub_id
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
 from vblackwell.units import GiB
 
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_NAMED = 5  # names in a message
@@ -110,6 +111,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     inner = folder / "final"
     if (inner / "config.json").is_file() and not (folder / "config.json").exists():
         raise ConfigurationError(f"{folder} is the folder of a run, not of a model: give {inner}")
+    adapter = folder / ADAPTER_CONFIG
+    if adapter.is_file() and not (folder / "config.json").exists():
+        named = read_json(adapter).get("base_model_name_or_path")
+        base = f"its base, {named}" if named else "the folder of its base"
+        raise ConfigurationError(f"{folder} holds an adapter and no model: give {base}")
     return read_json(folder / "config.json")
 
 

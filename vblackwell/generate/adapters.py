@@ -24,7 +24,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.compressed_tensors import PackedLinears
-from vblackwell.folders.folder import load_state, read_json, some_names, stored_dtype, tensor_files
+from vblackwell.folders.folder import ADAPTER_CONFIG, load_state, read_json, some_names, stored_dtype, tensor_files
 from vblackwell.folders.hub import is_hub_id
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, bytes_of
 from vblackwell.folders.weights import FolderWeights
@@ -41,7 +41,6 @@ from vblackwell.offload.storage.initialize import Initialize
 BASE, PACKED = "vblackwell.base", "vblackwell.packed"  # in the metadata
 AS_IT_IS = "{}"  # how a base is packed that is not
 CONFIG = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model"
 _NUMBERS = 128  # at either end of each tensor
 _OPTIONAL = rf"(?:{HEAD})|rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"

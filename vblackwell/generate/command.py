@@ -15,6 +15,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
 from vblackwell.folders.folder import (
+    ADAPTER_CONFIG,
     GENERATION,
     is_hub_id,
     read_config,
@@ -24,7 +25,7 @@ from vblackwell.folders.folder import (
     tensor_files,
 )
 from vblackwell.folders.weights import check_architecture
-from vblackwell.generate.adapters import ADAPTER_CONFIG, trained_over
+from vblackwell.generate.adapters import trained_over
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import ADAPTER, open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, first_intact, newest_complete, verify_folder
-from vblackwell.folders.folder import find_folder, read_config, read_json, stored_dtype
+from vblackwell.folders.folder import ADAPTER_CONFIG, find_folder, read_config, read_json, stored_dtype
 from vblackwell.folders.weights import build_on_meta, stays_fp32
-from vblackwell.generate.adapters import ADAPTER_CONFIG
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, packing_over, refuse_unpacked
 from vblackwell.generate.steps import lay_out_for_decoding

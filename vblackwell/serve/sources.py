@@ -10,9 +10,9 @@ import torch
 
 from vblackwell.errors import ConfigurationError, VBError, nearest
 from vblackwell.folders.commit import MANIFEST
-from vblackwell.folders.folder import GENERATION, find_folder, load_specs, read_json, stored_dtype
+from vblackwell.folders.folder import ADAPTER_CONFIG, GENERATION, find_folder, load_specs, read_json, stored_dtype
 from vblackwell.folders.hub import is_hub_id
-from vblackwell.generate.adapters import ADAPTER_CONFIG, trained_over
+from vblackwell.generate.adapters import trained_over
 from vblackwell.generate.command import base_of
 from vblackwell.generate.load import ADAPTER, FINAL, resolve_model
 

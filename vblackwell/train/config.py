@@ -368,6 +368,10 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
             known = f"neither a preset ({', '.join(RECIPES)}) nor a YAML file{nearest(named, RECIPES)}"
             raise ConfigurationError(f"--config {named!r} is {known}")
         file_values = read_yaml(Path(named))
+        if file_values.get("preset") is not None and (flags.get("model") or file_values.get("model")) is not None:
+            raise ConfigurationError(
+                f"{named}: 'preset' is random weights of that shape, and a model is given: drop one of the two"
+            )
     flags = {name: value for name, value in flags.items() if name != "config"}
     explicit, stored = file_values | flags, dict[str, Any]()
     if _checked("resume", explicit.get("resume", False)):
