@@ -107,6 +107,8 @@ class FutureTransfer(Transfer):
             # Cancelled by a pool that was closed; concurrent.futures.wait would wait for it forever.
             with suppress(CancelledError):
                 future.exception()
+        if any(future.cancelled() for future in self._futures):
+            raise ConfigurationError("the stack was closed while bytes moved: close it when its last step has ended")
         return [result for future in self._futures if isinstance(result := future.result(), torch.cuda.Event)]
 
     def done(self) -> bool:
