@@ -27,7 +27,7 @@ from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.layers import FEW, Layers, Recording, change_alike, copy_on_meta, equal_layers, lengthened
 from vblackwell.trace.trace import Trace, trace_forward
 
-LAYERS = 9
+LAYERS = 10
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
@@ -145,6 +145,10 @@ def first_shared(model: Any) -> None:
     model.model.layers[3].mlp = model.model.layers[0].mlp
 
 
+def first_knows_the_head(model: Any) -> None:
+    model.model.layers[0].mlp.shared = model.lm_head.weight
+
+
 def one_scale(model: Any) -> None:
     model.model.layers[3].self_attn.scaling = 0.5
 
@@ -164,6 +168,7 @@ def one_hook(model: Any) -> None:
         spec_of({**MIXTRAL, "output_router_logits": True}),
         spec_of({**LLAMA, "output_hidden_states": True}),
         spec_of(LLAMA, first_shared),
+        spec_of(LLAMA, first_knows_the_head),
         spec_of(LLAMA, one_scale),
         spec_of(LLAMA, one_hook),
     ],

@@ -67,8 +67,8 @@ PLACEMENTS = ("resident", "streamed")
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
-# Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
-MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5625
+# Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; in nvfp4; packed.
+MIN_STATE, MIN_RESIDENT, MIN_NVFP4, MIN_PACKED = 12.0, 18.0, 0.5625, 0.5
 MIN_PLAIN = 16.0  # fp32 weights, gradients and moments
 GROWS = 0.9  # of a step's bytes, that grow with its forward
 NOTHING = Trace((), (), (), (), 0, 0)
@@ -163,7 +163,8 @@ class WhatFits:
         """Whether neither bytes rule ``name`` out nor the least seconds of products, and of what must cross a link."""
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
-        state = parameters * (MIN_STATE if trains else MIN_PACKED)
+        least = MIN_PACKED if "quantization_config" in self._fields[name] else MIN_NVFP4
+        state = parameters * (MIN_STATE if trains else least)
         room = bounds.gpu + (0 if only_resident else bounds.host + bounds.disk)
         if state > room or (only_resident and trains and parameters * _resident_bytes(place) > room):
             return False

@@ -94,7 +94,10 @@ def equal_layers(model: Any) -> Layers | None:
     lists = [each for part in parts for each in part.values() if isinstance(each, (list, tuple))]
     lists = [each for each in lists if len(each) == len(layers)]
     own = [{id(tensor) for tensor in (*layer.parameters(), *layer.buffers())} for layer in layers]
-    if sum(map(len, own)) != len(set().union(*own)):
+    within = {id(each) for layer in layers for each in layer.modules()}
+    around = [each for each in model.modules() if id(each) not in within]
+    others = {id(tensor) for each in around for tensor in (*each._parameters.values(), *each._buffers.values())}
+    if sum(map(len, own)) != len(set().union(*own)) or others & set().union(*own):
         return None
     for turn in range(1, MAX_TURN + 1):
         count, rest = divmod(len(layers), turn)
@@ -140,8 +143,8 @@ def few_of(model: nn.Module, layers: Layers) -> tuple[int, int]:
 
 
 def change_alike(model: nn.Module, change: Callable[[nn.Module], object]) -> None:
-    """``change`` the ``model``, which is on meta, in place: of equal layers the first ones, whose copies the others
-    become. ``change`` must do the same to all of them."""
+    """``change`` the ``model``, which is on meta, in place and for good: of equal layers the first ones, whose copies
+    the others become. ``change`` must do the same to all of them."""
     layers = equal_layers(model)
     if layers is None:
         change(model)

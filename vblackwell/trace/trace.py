@@ -140,6 +140,8 @@ def trace_training(
 
 def _lengthened(model: nn.Module, layers: Layers, record: Callable[[], Recording]) -> Recording | None:
     few, one_more = few_of(model, layers)
+    if few + one_more >= len(layers):
+        return None
 
     def recorded(count: int) -> Recording:
         with layers.only_first(count):
