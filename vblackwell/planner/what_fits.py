@@ -196,7 +196,7 @@ class WhatFits:
         plain = kind == "plain"
 
         def prepare(model: nn.Module, dtype: torch.dtype) -> None:
-            """As ``vb train`` does in all of its traces; for adapters with ``--lora 16``, over FP4 ``--use-fp4``."""
+            """As ``vb train`` does: adapters with ``--lora 16``, over FP4 with ``--use-fp4``."""
             if kind.startswith("adapters"):
                 add_adapters(model, Lora(RANK))
                 model.to(dtype).train()
