@@ -229,6 +229,16 @@ def test_a_copy_shares_no_parameter_and_no_module():
     assert made.lm_head.weight is made.model.embed_tokens.weight is not tied.lm_head.weight
 
 
+def test_a_method_and_a_list_of_a_layer_are_its_copy_s_own():
+    model = build_causal_lm(LLAMA, "a model")
+    layer: Any = model.model.layers[0]
+    layer.own, layer.ours = layer.mlp.forward, [1, 2]
+    layer.mlp.ours = layer.ours
+    made: Any = copy_on_meta(model).model.layers[0]
+    assert made.own.__self__ is made.mlp and made.own.__func__ is layer.own.__func__
+    assert made.ours is made.mlp.ours is not layer.ours and made.ours == [1, 2]
+
+
 def test_a_model_needs_no_configuration():
     model = build_causal_lm(LLAMA, "a model")
     del model.config

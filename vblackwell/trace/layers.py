@@ -8,6 +8,8 @@ of the copy's neighbour. `lengthened` repeats it once first and compares that wi
 both are equal, to the event (but for the order of what is released at once), it gives nothing, and the model is traced
 whole. Layers that are computed again take four and five: the first product of backward may be the middle layer's of
 three.
+
+`change_alike` makes other layers of a model's by the same equality: of the first ones, for all.
 """
 
 from collections import OrderedDict
@@ -17,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -181,7 +184,8 @@ def _copy_of(value: Any, copies: dict[int, Any]) -> Any:
         made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
         vars(made).update(vars(value))
-        copies[id(value)] = made
+    elif isinstance(value, MethodType):  # a layer's own is its copy's own
+        made = MethodType(value.__func__, _copy_of(value.__self__, copies))
     elif type(value) in _CONTAINERS[:3]:
         made = type(value)(_copy_of(each, copies) for each in value)
     elif type(value) in _CONTAINERS:
@@ -190,6 +194,7 @@ def _copy_of(value: Any, copies: dict[int, Any]) -> Any:
         made = deepcopy(value, copies)
     else:
         made = value
+    copies[id(value)] = made
     return made
 
 
