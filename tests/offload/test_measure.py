@@ -21,9 +21,7 @@ from vblackwell.offload.measure import (
     FEW_ELEMENTS,
     HostUpdate,
     adds_per_update,
-    duplex_rate,
     measured_bytes,
-    median_sample,
     rates_together,
     update_elements,
 )
@@ -181,7 +179,6 @@ def test_what_is_measured_with_keeps_to_a_cap(monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_gets_a_share():
     device = torch.device("cuda", 0)
-    assert 1e9 < duplex_rate(device) < 1e12
     link, cpu = rates_together(device)
     assert 1e9 < link < 1e12 and 1e7 < cpu < 1e11
     assert rates_together(device) == (link, cpu)  # measured once
@@ -194,7 +191,7 @@ def test_a_later_process_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch
 
     class Samples:
         def __init__(self, update: object, device: object) -> None:
-            self.samples = [next(measured)]
+            self.found = next(measured)
 
         def take(self) -> None: ...
 
@@ -206,9 +203,10 @@ def test_a_later_process_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch
     rates_together.cache_clear()
 
 
-def test_the_median_of_all_samples_counts():
-    # the second on a machine that was busy with something else; link rates are in another order
-    assert median_sample([(52e9, 1.9e9), (50e9, 2e8), (45e9, 2.2e9)]) == (52e9, 1.9e9)
+def test_a_disturbance_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    samples = object.__new__(measuring.TogetherSamples)
+    samples.links, samples.cpus = [46e9, 50e9, 12e9], [1.9e9, 2e8, 2.2e9]  # on a machine that was busy for a while
+    assert samples.found == (50e9, 1.9e9)
 
 
 def test_less_is_measured_where_ram_is_short(monkeypatch: pytest.MonkeyPatch):

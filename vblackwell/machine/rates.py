@@ -20,8 +20,8 @@ HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89  # of products in bf16 a
 # Of these rates, what a model's own products on a GPU reach, and attention's.
 PRODUCT_SHARE, ATTENTION_SHARE = 0.82, 0.5
 LINK_SHARE, BOTH_SHARE = 0.87, 0.79  # of copies over the link, alone and both ways at once
-# At the same time as copies, on a desktop: 28 bytes a parameter of some 60 GB/s, shared; a server has twice that.
-CPU_ADAMW = 1.0e9
+# In steps, on a desktop: 28 bytes a parameter of the third that copies and the host's other work leave of 60 GB/s.
+CPU_ADAMW = 0.7e9
 # What the offload runtime does on the host for a group's forward, backward and update, in operators: of nine small
 # matrices on a CPU core, the thread's time less that of the resident model, by the difference of 15 and 7 groups.
 GROUP_ISSUES = 190.0

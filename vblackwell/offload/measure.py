@@ -59,7 +59,7 @@ FEW_ELEMENTS = 16 << 20  # where RAM is short
 MEASURED_BYTES = 34
 LINK_BYTES, COPIES = 64 * MiB, 4
 MEMORY_SHARE = 10  # no buffer of a measurement takes more than this part of what the process may still take of the GPU
-DUPLEX_SAMPLES = 8  # 6 ms each on the reference machine, where two found 46 and 47 of the 50 GB/s that steps have
+LINK_TURNS = 3  # a sample, 6 ms each on the reference machine, where two found 46 and 47 of the 50 GB/s steps have
 TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
 SAMPLES = 3
 ADD_TURNS = 5
@@ -226,9 +226,11 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     groups = {place: group_seconds(device, place) for place in ("device", "host")}
     samples.take()
     together.take()
-    keep_together(torch.cuda.get_device_name(device), update_threads(), *median_sample(together.samples))
+    link, cpu = together.found
+    keep_together(torch.cuda.get_device_name(device), update_threads(), link, cpu)
     return found | {
-        "cpu_adamw_during_copies_gparams": median_sample(together.samples)[1] / 1e9,
+        "both_ways_gbps": link / 1e9,
+        "cpu_adamw_during_copies_gparams": cpu / 1e9,
         "adds_per_update": added,
         "issue_us": samples.issue * 1e6,
         "issue_during_updates_us": busy * 1e6,
@@ -246,7 +248,6 @@ def _copy_rates(device: torch.device) -> dict[str, float]:
     return {
         "host_to_gpu_gbps": size / seconds_of(lambda: there.copy_(host, non_blocking=True), finish) / 1e9,
         "gpu_to_host_gbps": size / seconds_of(lambda: host.copy_(there, non_blocking=True), finish) / 1e9,
-        "both_ways_gbps": duplex_rate(device) / 1e9,
         "memory_gbps": 2 * size / seconds_of(lambda: also_there.copy_(there), finish) / 1e9,
     }
 
@@ -390,51 +391,47 @@ def adds_per_update(update: HostUpdate) -> float:
     return statistics.median(ratios[1:])  # the first compiles
 
 
-def duplex_rate(device: torch.device) -> float:
-    """Bytes a second that a GPU's link carries up while as many go down: the best sample."""
-    copies = _BothWays(device)
-    return max(copies.rate_after(copies.queue(COPIES)) for _ in range(DUPLEX_SAMPLES))
-
-
 @functools.cache
 def rates_together(device: torch.device) -> tuple[float, float]:
-    """A GPU's link, bytes/s each way, and AdamW on the host, parameters/s, while both work. Measured once a day on a
-    machine, 0.8 s."""
+    """A GPU's link while it copies both ways, bytes/s each way, and AdamW on the host beside such copies, parameters/s.
+    Measured once a day on a machine, 0.8 s."""
     known_as = torch.cuda.get_device_name(device), update_threads()
     if (kept := kept_together(*known_as)) is not None:
         return kept
     samples = TogetherSamples(HostUpdate(), device)
     for _ in range(SAMPLES):
         samples.take()
-    found = median_sample(samples.samples)
-    keep_together(*known_as, *found)
-    return found
+    keep_together(*known_as, *samples.found)
+    return samples.found
 
 
 class TogetherSamples:
-    """AdamW on the host and a GPU's link while both work; `median_sample` counts: a disturbance passes in a second."""
+    """Of a GPU's link both ways, without updates, which the simulation knows to slow it down, and of AdamW on the host
+    beside such copies.
+    """
 
     def __init__(self, update: HostUpdate, device: torch.device) -> None:
         self._update, self._copies = update, _BothWays(device)
         self._update()  # compiled, and memory's pages there
-        alone = self._copies.rate_after(self._copies.queue(COPIES))
-        self._count = max(COPIES, round(TOGETHER_SECONDS * alone / self._copies.num_bytes))
-        self.samples: list[tuple[float, float]] = []  # bytes/s of the link each way, and parameters/s of AdamW
+        self.links = [self._copies.rate_after(self._copies.queue(COPIES))]  # bytes/s each way
+        self.cpus: list[float] = []  # parameters/s
 
     def take(self) -> None:
         """One more sample, `TOGETHER_SECONDS`."""
-        done = self._copies.queue(self._count)
+        self.links += [self._copies.rate_after(self._copies.queue(COPIES)) for _ in range(LINK_TURNS)]
+        done = self._copies.queue(max(COPIES, round(TOGETHER_SECONDS * max(self.links) / self._copies.num_bytes)))
         began, updates = time.perf_counter(), 0
         while not all(each.query() for each in done):
             self._update()
             updates += 1
-        cpu = updates * self._update.count / (time.perf_counter() - began)
-        self.samples.append((self._copies.rate_after(done), cpu))
+        self.cpus.append(updates * self._update.count / (time.perf_counter() - began))
 
-
-def median_sample(samples: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of ``samples``, (bytes/s, parameters/s) each, the one with the median of the latter."""
-    return sorted(samples, key=lambda sample: sample[1])[len(samples) // 2]
+    @property
+    def found(self) -> tuple[float, float]:
+        """The best of the link, which nothing makes faster, and the median of AdamW: a disturbance passes in a
+        second.
+        """
+        return max(self.links), statistics.median_high(self.cpus)
 
 
 def measured_bytes(device: torch.device, wanted: int) -> int:

@@ -18,7 +18,6 @@ from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.offload.layout import placement as layout
 from vblackwell.offload.layout.forecast import (
-    CPU_IN_STEP,
     FastestUpdates,
     StepForecast,
     Update,
@@ -128,9 +127,8 @@ class Forecast:
 
     @property
     def rates(self) -> Rates:
-        """The machine's, in a step: next to a GPU the CPU does less than what it updates when copies alone run."""
-        rates = self.machine.rates
-        return replace(rates, cpu_adamw=rates.cpu_adamw * CPU_IN_STEP) if self.machine.has_gpu else rates
+        """The machine's."""
+        return self.machine.rates
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
         work = (*self.trace(*choice).work, *streaming_work(streaming))
