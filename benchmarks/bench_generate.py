@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_offload import names
-from benchmarks.lib.child_process import run_child, start_child
+from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import INDEX, SHAPES, SYSTEMS, Case, Loading, Point
 from benchmarks.lib.generate.report import HEAD, line_of, loading_line, ratio_lines, row_of
 from benchmarks.lib.results import RESULTS, append_csv, read_csv, seconds_since_start, tell, told_machine
@@ -110,7 +110,7 @@ class Run:
         tell(case.system, "starts")
         limit = min(left, self.args.accelerate_seconds) if case.system == "accelerate" else left
         run_child(
-            start_child(FOLDER_CHILD if case.system == "folder" else CHILD),
+            FOLDER_CHILD if case.system == "folder" else CHILD,
             case.to_json(),
             limit,
             lambda event: self._hear(case, event),

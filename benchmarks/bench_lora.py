@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_generate import FOLDER_CHILD, folder_for
 from benchmarks.bench_offload import names
-from benchmarks.lib.child_process import run_child, start_child
+from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import INDEX
 from benchmarks.lib.generate.case import Case as FolderCase
 from benchmarks.lib.generate.lora_case import SHAPES, SYSTEMS, Case, Result
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
 
         tell(system, "starts")
         left = args.deadline - seconds_since_start()
-        run_child(start_child(script), argument, left, heard, functools.partial(tell, system))
+        run_child(script, argument, left, heard, functools.partial(tell, system))
 
     def keep(case: Case, values: dict[str, Any]) -> None:
         result = Result(**values)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lib.child_process import one_ahead, run_child
+from benchmarks.lib.child_process import run_child
 from benchmarks.lib.offload.case import PEAK, SHAPES, SYSTEMS, Case, Recipe, Result
 from benchmarks.lib.offload.draw import Draw, draw_lines, draws
 from benchmarks.lib.offload.report import ratio_lines, row_of, table_lines
@@ -100,8 +99,8 @@ def case_of(system: str, args: argparse.Namespace) -> Case:
     )
 
 
-def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None], process: subprocess.Popen[str]) -> Result:
-    """The result of ``case`` in a process of `CHILD`, with what went wrong, if something did."""
+def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) -> Result:
+    """The result of ``case``, with what went wrong, if something did."""
     result: Result | None = None
     failed, steps = "", 0
 
@@ -119,7 +118,7 @@ def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None], pr
         else:
             tell(event["text"])
 
-    code = run_child(process, case.to_json(), limit_seconds, hear, tell)
+    code = run_child(CHILD, case.to_json(), limit_seconds, hear, tell)
     if code == 0 and result is not None:
         return result
     if code is None:
@@ -140,34 +139,31 @@ def main(argv: list[str] | None = None) -> list[Result]:
     about = told_machine()
     results: list[Result] = []
 
-    count = 2 * (len(args.only) if args.only else args.random) or len(args.systems)
-    with one_ahead(CHILD, count) as processes:
+    def run(case: Case) -> Result:
+        tell(case.system, "starts")
+        result = run_system(case, args.limit, functools.partial(tell, case.system))
+        if result.tokens_per_second and result.peak_reserved is not None:  # at once: what comes later may fail
+            share = 6 * case.decoder.num_parameters * result.tokens_per_second / PEAK
+            tell(
+                case.system,
+                f"{result.tokens_per_second:,.0f} tokens/s ({share:.1%} of {PEAK / 1e12:.0f} TFLOP/s as 6PT), "
+                f"{result.peak_reserved / 1e9:.2f} GB reserved",
+            )
+        results.append(result)
+        append_csv(args.csv, [row_of(about, case, result)])
+        return result
 
-        def run(case: Case) -> Result:
-            tell(case.system, "starts")
-            result = run_system(case, args.limit, functools.partial(tell, case.system), next(processes))
-            if result.tokens_per_second and result.peak_reserved is not None:  # at once: what comes later may fail
-                share = 6 * case.decoder.num_parameters * result.tokens_per_second / PEAK
-                tell(
-                    case.system,
-                    f"{result.tokens_per_second:,.0f} tokens/s ({share:.1%} of {PEAK / 1e12:.0f} TFLOP/s as 6PT), "
-                    f"{result.peak_reserved / 1e9:.2f} GB reserved",
-                )
-            results.append(result)
-            append_csv(args.csv, [row_of(about, case, result)])
-            return result
-
-        if args.random:
-            lines = run_draws(args, run)
-        else:
-            for system in args.systems:
-                run(case_of(system, args))
-            clipped = any((each.clipped_share or 0) > 0.2 for each in results)
-            lines = [
-                *table_lines(results),
-                "",
-                *ratio_lines(results, clipped=clipped, shape=args.shape, limit=args.max_grad_norm),
-            ]
+    if args.random:
+        lines = run_draws(args, run)
+    else:
+        for system in args.systems:
+            run(case_of(system, args))
+        clipped = any((each.clipped_share or 0) > 0.2 for each in results)
+        lines = [
+            *table_lines(results),
+            "",
+            *ratio_lines(results, clipped=clipped, shape=args.shape, limit=args.max_grad_norm),
+        ]
     print("\n".join(lines), flush=True)
     print(f"rows appended to {args.csv}; {seconds_since_start():.0f} s in all", flush=True)
     return results

@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.bench_generate import place_for
 from benchmarks.bench_offload import names
-from benchmarks.lib.child_process import run_child, start_child, until_stopped
+from benchmarks.lib.child_process import run_child, until_stopped
 from benchmarks.lib.results import RESULTS, append_csv, read_csv, seconds_since_start, tell, told_machine
 from benchmarks.lib.serve import models
 from benchmarks.lib.serve.asking import GREEDY, Late, Text, answers, decode_rate, step_medians, steps_of, submit, tokens
@@ -284,8 +284,7 @@ class Run:
         try:
             asked = [(each.model, each.tokens, each.max_new_tokens) for each in requests]
             case = {"port": socket.getsockname()[1], "seconds": self.left_s, "asked": asked}
-            clients = start_child(CLIENTS)
-            run_child(clients, json.dumps(case), self.left_s, heard.append, lambda line: tell("clients", line))
+            run_child(CLIENTS, json.dumps(case), self.left_s, heard.append, lambda line: tell("clients", line))
         finally:
             listener.should_exit = True
             thread.join(30)

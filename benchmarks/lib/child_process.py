@@ -47,11 +47,23 @@ def say(kind: str, **values: Any) -> None:
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
-def start_child(script: Path) -> subprocess.Popen[str]:
-    """A process of ``script`` that imports what it needs and waits for its argument."""
-    return subprocess.Popen(
-        [sys.executable, str(script), "-"],
-        stdin=subprocess.PIPE,
+def run_child(
+    script: Path,
+    argument: str,
+    limit_seconds: float,
+    hear: Callable[[dict[str, Any]], None],
+    tell: Callable[[str], None],
+) -> int | None:
+    """Start ``script`` with ``argument``; its lines that begin with the mark go to ``hear``, and if it fails the last
+    of the others to ``tell``.
+
+    The process, and whatever it started, ends after ``limit_seconds``.
+
+    Returns:
+        Its exit code; None if the time was over first.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(script), argument],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -60,50 +72,6 @@ def start_child(script: Path) -> subprocess.Popen[str]:
         cwd=REPO,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-
-
-def end_child(process: subprocess.Popen[str]) -> None:
-    """End it, and whatever it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@contextmanager
-def one_ahead(script: Path, count: int) -> Iterator[Iterator[subprocess.Popen[str]]]:
-    """``count`` processes of ``script``, of which the next imports beside the imports of the one that is taken: ten
-    seconds less for each but the first.
-    """
-    waiting: deque[subprocess.Popen[str]] = deque()
-
-    def processes() -> Iterator[subprocess.Popen[str]]:
-        for number in range(count):
-            while len(waiting) < min(2, count - number):
-                waiting.append(start_child(script))
-            yield waiting.popleft()
-
-    try:
-        yield processes()
-    finally:
-        for process in waiting:
-            end_child(process)
-
-
-def run_child(
-    process: subprocess.Popen[str],
-    argument: str,
-    limit_seconds: float,
-    hear: Callable[[dict[str, Any]], None],
-    tell: Callable[[str], None],
-) -> int | None:
-    """Give a process of `start_child` its argument, one line; its lines that begin with the mark go to ``hear``, and if
-    it fails the last of the others to ``tell``.
-
-    The process, and whatever it started, ends after ``limit_seconds``.
-
-    Returns:
-        Its exit code; None if the time was over first.
-    """
     tail: deque[str] = deque(maxlen=KEPT_LINES)
 
     def read(stream: Any) -> None:
@@ -113,18 +81,18 @@ def run_child(
             else:
                 tail.append(line.rstrip()[:300])
 
-    reader, late = threading.Thread(target=read, args=(process.stdout,), name=f"listen-{process.pid}"), False
+    reader, late = threading.Thread(target=read, args=(process.stdout,), name=f"listen-{script.stem}"), False
     reader.start()
-    assert process.stdin is not None and process.stdout is not None
     try:
-        with suppress(BrokenPipeError), process.stdin as stdin:  # broken: it has failed, and says how
-            stdin.write(argument + "\n")
         process.wait(limit_seconds)
     except subprocess.TimeoutExpired:
         late = True
     finally:
-        end_child(process)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         reader.join()
+        assert process.stdout is not None
         process.stdout.close()
     if late:
         tell("stopped, the time is over")
@@ -135,13 +103,9 @@ def run_child(
 
 
 def answer(work: Callable[[str], None]) -> None:
-    """In the process: ``work`` on the argument that it is given; a failure is told in one line, and raised. Without
-    one, nothing.
-    """
-    argument = sys.stdin.readline().rstrip("\n")
+    """In the process: ``work`` on its argument; a failure is told in one line, and raised."""
     try:
-        if argument:
-            work(argument)
+        work(sys.argv[1])
     except Exception as error:
         say("failed", error=" ".join(f"{type(error).__name__}: {error}".split())[:400])
         raise

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.child_process import answer, run_child, say, start_child
+from benchmarks.lib.child_process import run_child, say
 from benchmarks.lib.kernels.fp4_layers import (
     Source,
     Tiled,
@@ -110,7 +110,7 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
                 found, place = event.get("rows", found), event.get("place", place)
 
             argument = json.dumps({"cell": cell, "rounds": rounds})
-            if run_child(start_child(Path(__file__)), argument, CELL_SECONDS, hear, print) is None:
+            if run_child(Path(__file__), argument, CELL_SECONDS, hear, print) is None:
                 print(f"NEVER ENDED: {cell} {plans(*cell, gpu())[place]!r}")
                 found = [["never ended", repr(plans(*cell, gpu())[place]), "", ""]]
             elif found:
@@ -120,12 +120,6 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
             write(path, rows)
         for job in jobs.values():
             job.cancel()
-
-
-def answer_cell(argument: str) -> None:
-    gc.freeze()  # capturing a graph may collect garbage
-    job = json.loads(argument)
-    say("rows", rows=measure(tuple(job["cell"]), job["rounds"]))
 
 
 def show(cell: Cell, rows: list[list[object]]) -> None:
@@ -167,7 +161,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["-"]:
-        answer(answer_cell)
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        gc.freeze()  # capturing a graph may collect garbage
+        job = json.loads(sys.argv[1])
+        say("rows", rows=measure(tuple(job["cell"]), job["rounds"]))
     else:
         main()
