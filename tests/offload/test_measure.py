@@ -203,10 +203,35 @@ def test_a_later_process_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch
     rates_together.cache_clear()
 
 
-def test_a_disturbance_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    samples = object.__new__(measuring.TogetherSamples)
-    samples.links, samples.cpus = [46e9, 50e9, 12e9], [1.9e9, 2e8, 2.2e9]  # on a machine that was busy for a while
-    assert samples.found == (50e9, 1.9e9)
+def test_updates_do_not_count_in_the_rate_of_the_link(monkeypatch: pytest.MonkeyPatch):
+    """Nor does what disturbs a machine for a while."""
+    updates, alone = [0], iter([46e9, 50e9, *[12e9] * 20])
+
+    class Copies:
+        num_bytes = 64 * MiB
+
+        def __init__(self, device: object) -> None: ...
+
+        def queue(self, count: int) -> list[SimpleNamespace]:
+            self.before = updates[0]
+            return [SimpleNamespace(query=lambda: updates[0] > self.before)]
+
+        def rate_after(self, done: object) -> float:
+            return next(alone) if updates[0] == self.before else 60e9
+
+    class Update:
+        count = 1000
+
+        def __call__(self) -> None:
+            updates[0] += 1
+
+    monkeypatch.setattr(measuring, "_BothWays", Copies)
+    samples = measuring.TogetherSamples(Update(), torch.device("cpu"))
+    for _ in range(3):
+        samples.take()
+    assert samples.found[0] == 50e9
+    samples.cpus = [1.9e9, 2e8, 2.2e9]
+    assert samples.found[1] == 1.9e9
 
 
 def test_less_is_measured_where_ram_is_short(monkeypatch: pytest.MonkeyPatch):

@@ -112,8 +112,8 @@ def kept_disk(path: str) -> tuple[float, float] | None:
 
 
 def keep_together(gpu_name: str, threads: int, link: float, cpu: float) -> None:
-    """Remember a GPU's link, bytes/s each way, and AdamW on ``threads``, parameters/s, while both work."""
-    write_atomically(_together_file(gpu_name, threads), json.dumps({"link": link, "cpu": cpu}).encode())
+    """Remember a GPU's link both ways, bytes/s each way, and AdamW on ``threads`` beside such copies, parameters/s."""
+    write_atomically(_together_file(gpu_name, threads), json.dumps({"both_ways": link, "cpu": cpu}).encode())
 
 
 def kept_together(gpu_name: str, threads: int) -> tuple[float, float] | None:
@@ -121,7 +121,7 @@ def kept_together(gpu_name: str, threads: int) -> tuple[float, float] | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         path = _together_file(gpu_name, threads)
         values = json.loads(path.read_text(encoding="utf-8"))
-        link, cpu = float(values["link"]), float(values["cpu"])
+        link, cpu = float(values["both_ways"]), float(values["cpu"])
         if link > 0 and cpu > 0 and 0 <= time.time() - path.stat().st_mtime < MAX_AGE_SECONDS:
             return link, cpu
     return None

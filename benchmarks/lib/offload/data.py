@@ -59,7 +59,7 @@ def fill(
     named: Iterable[tuple[str, torch.Size, torch.Tensor]], num_layers: int, seed: int, device: torch.device
 ) -> None:
     """Draw each (name, shape, where) on ``device`` and copy it to ``where``, which may be flat, narrower and
-    elsewhere.
+    elsewhere. Where it has no pages yet, all cores fetch them; a copy would do it alone.
     """
     for name, shape, where in named:
-        where.copy_(drawn(name, shape, num_layers, seed, device).view(where.shape))
+        where.zero_().copy_(drawn(name, shape, num_layers, seed, device).view(where.shape))

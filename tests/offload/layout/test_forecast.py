@@ -83,6 +83,25 @@ def test_the_cpu_updates_what_it_can_in_time():
     assert chosen(1e9, 8) == 0
 
 
+def test_rates_count_as_they_were_measured():
+    """The share of the shortest step of a machine whose link is slowed down by updates once, and whose CPU does what it
+    did beside copies. A link of 0.9 or a CPU of 0.7 of that would choose another share.
+    """
+    levels, model = spaces([64 * MiB, GiB], on_gpu=True), linears(24)
+    link, cpu = 50e9, 2e9
+    rates = replace(MEASURED, up=link, down=link, up_both=link, down_both=link, cpu_adamw=cpu)
+
+    def step_seconds(share: float) -> float:
+        options = StreamingOptions(update=share, weight_bytes=int(0.3 * levels[0].free_bytes))
+        return simulate(forecast_step(model, [64 * MiB, GiB], options, {}, undo=True).lanes, rates).step_seconds
+
+    def chosen(link: float, cpu: float) -> float:
+        return float(fastest_updates(model, levels, StreamingOptions(), lambda: (link, cpu))(1, True))
+
+    assert step_seconds(chosen(link, cpu)) <= 1.0101 * min(step_seconds(number / 40) for number in range(25))
+    assert len({chosen(link, cpu), chosen(0.9 * link, cpu), chosen(link, 0.7 * cpu)}) == 3
+
+
 def test_what_is_not_chosen_is_not_measured():
     def unasked() -> tuple[float, float]:
         raise AssertionError("no rates decide")
