@@ -87,8 +87,8 @@ def test_rates_count_as_they_were_measured():
     """The share of the shortest step of a machine whose link is slowed down by updates once, and whose CPU does what it
     did beside copies. A link of 0.9 or a CPU of 0.7 of that would choose another share.
     """
-    levels, model = spaces([64 * MiB, GiB], on_gpu=True), linears(24)
-    link, cpu = 50e9, 2e9
+    levels, model = spaces([64 * MiB, GiB], on_gpu=True), linears(32)
+    link, cpu = 50e9, 2.4e9
     rates = replace(MEASURED, up=link, down=link, up_both=link, down_both=link, cpu_adamw=cpu)
 
     def step_seconds(share: float) -> float:

@@ -270,8 +270,8 @@ def fastest_updates(
 
     Args:
         levels: without the model. measured: the link both ways at once in bytes/s each, and AdamW on the CPU beside
-            such copies in parameters/s, which is its rate in steps too (0.83 to 1.11 of it on six hosts); asked if
-            they decide.
+            such copies in parameters/s, which is about its rate in steps (0.73 to 1.29 of it on seven hosts); asked
+            if they decide.
 
     Raises as `place_streamed`.
     """
