@@ -125,20 +125,15 @@ class Forecast:
             self.traces[key] = run.trace(batch_size, optimizes=False, steps=self._steps)
         return self.traces[key]
 
-    @property
-    def rates(self) -> Rates:
-        """The machine's."""
-        return self.machine.rates
-
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
         work = (*self.trace(*choice).work, *streaming_work(streaming))
-        return phase_seconds(work, self.rates, waits=not self.machine.has_gpu, updates=updates)
+        return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 
     def least_seconds(self, choice: Choice) -> float:
         """A token's share of compute alone, or of the CPU's updates alone: the longer, or their sum on one CPU."""
         compute, cpu = self._compute_seconds(choice), 0.0
         if choice.placement != "resident":  # whole groups are updated on the host: a little less than the share, maybe
-            cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.rates.cpu_adamw
+            cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.machine.rates.cpu_adamw
         return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / self._tokens(choice)
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
@@ -148,7 +143,7 @@ class Forecast:
             return placed
         if placed.step is not None:
             return placed.choice, self._streamed_prediction(placed, placed.step, in_full)
-        rates, trained = self.rates, self._trained(choice)
+        rates, trained = self.machine.rates, self._trained(choice)
         update = trained * ADAMW_BYTES / rates.memory if self.machine.has_gpu else trained / rates.cpu_adamw
         seconds = self._compute_seconds(choice) + update
         return placed.choice, Prediction(placed.gpu, placed.p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
@@ -227,7 +222,7 @@ class Forecast:
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         streaming = updates = 0.0
         if choice.placement == "streamed":
-            rates, share, count = self.rates, choice.host_share, choice.accumulation_steps
+            rates, share, count = self.machine.rates, choice.host_share, choice.accumulation_steps
             shares = (0.0, 1.0) if choice.update == "auto" else (share,)  # not decided yet: at least this
             streaming = min(rates.streaming_issues(len(self.groups(choice)), each) for each in shares)
             # Without a rollback the last gradient is added where its update is.
@@ -296,7 +291,8 @@ class Forecast:
         return Placed(choice, gpu, p99, level0, found, waiting)
 
     def _streamed_prediction(self, placed: Placed, found: StepForecast, in_full: bool) -> Prediction:
-        machine, bounds, rates, lanes = self.machine, self.machine.bounds, self.rates, found.lanes
+        machine, lanes = self.machine, found.lanes
+        bounds, rates = machine.bounds, machine.rates
         tokens, in_full = self._tokens(placed.choice), in_full and machine.has_gpu
         if machine.disk is not None and lanes.uses_disk:
             disk_read, disk_write = machine.disk()
@@ -424,7 +420,7 @@ def estimate_offload(
         tokens_per_second=None if found is None or rates is None else found.tokens_per_second,
         bottleneck=None if found is None or rates is None else found.bottleneck,
         forecast=step,
-        rates=rates and forecast.rates,
+        rates=rates and forecast.machine.rates,
     )
 
 
