@@ -1,7 +1,12 @@
-"""Runs one measurement in a separate process and hands on what it says, whatever becomes of it."""
+"""Runs each measurement in a separate process and hands on what it says, whatever becomes of it.
+
+A script that measures is started once and stands by: it has imported everything and touched no GPU, and each
+measurement is a fork of it. So nothing imports beside a measurement, and nothing is imported twice.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -17,6 +22,7 @@ from typing import Any
 import psutil
 
 MARK = "@ "  # begins the lines in which a process answers
+ANSWER = "answer"  # a script's argument: it stands by
 KEPT_LINES = 30  # of what a process prints, to be shown if it fails
 REPO = Path(__file__).resolve().parents[2]
 
@@ -54,61 +60,99 @@ def run_child(
     hear: Callable[[dict[str, Any]], None],
     tell: Callable[[str], None],
 ) -> int | None:
-    """Start ``script`` with ``argument``; its lines that begin with the mark go to ``hear``, and if it fails the last
-    of the others to ``tell``.
+    """Let ``script``, which calls `answer`, work on ``argument`` in a new process; its lines that begin with the mark
+    go to ``hear``, and if it fails the last of the others to ``tell``.
 
-    The process, and whatever it started, ends after ``limit_seconds``.
+    The process, and whatever it started, ends after ``limit_seconds``. One at a time.
 
     Returns:
         Its exit code; None if the time was over first.
     """
-    process = subprocess.Popen(
-        [sys.executable, str(script), argument],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        cwd=REPO,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    standing = _standing_by(script)
     tail: deque[str] = deque(maxlen=KEPT_LINES)
+    group, code = standing.pid, None  # whom to end, and how it ended
 
     def read(stream: Any) -> None:
+        nonlocal group, code
         for line in stream:
-            if line.startswith(MARK):
-                hear(json.loads(line[len(MARK) :]))
-            else:
+            if not line.startswith(MARK):
                 tail.append(line.rstrip()[:300])
+                continue
+            event = json.loads(line[len(MARK) :])
+            if event["kind"] == "began":
+                group = event["pid"]
+            elif event["kind"] == "ended":
+                code = event["code"]
+                return
+            else:
+                hear(event)
+        code = standing.wait()  # not even its imports ended well
 
-    reader, late = threading.Thread(target=read, args=(process.stdout,), name=f"listen-{script.stem}"), False
+    assert standing.stdin is not None
+    reader = threading.Thread(target=read, args=(standing.stdout,), name=f"listen-{script.stem}")
     reader.start()
+    late = False
     try:
-        process.wait(limit_seconds)
-    except subprocess.TimeoutExpired:
-        late = True
+        standing.stdin.write(argument + "\n")
+        standing.stdin.flush()
+        reader.join(limit_seconds)
+        late = reader.is_alive()
+    except BrokenPipeError:
+        reader.join()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(group, signal.SIGKILL)
         reader.join()
-        assert process.stdout is not None
-        process.stdout.close()
     if late:
         tell("stopped, the time is over")
-    if late or process.returncode:
+    if late or code:
         for line in tail:
             tell(f"| {line}")
-    return None if late else process.returncode
+    return None if late else code
+
+
+_standing: dict[Path, subprocess.Popen[str]] = {}
+
+
+def _standing_by(script: Path) -> subprocess.Popen[str]:
+    """The process of ``script`` that forks for each argument."""
+    process = _standing.get(script)
+    if process is None or process.poll() is not None:
+        process = _standing[script] = subprocess.Popen(
+            [sys.executable, str(script), ANSWER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            cwd=REPO,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    return process
+
+
+@atexit.register
+def _end_standing() -> None:
+    for process in _standing.values():
+        process.kill()
+        process.communicate()
 
 
 def answer(work: Callable[[str], None]) -> None:
-    """In the process: ``work`` on its argument; a failure is told in one line, and raised."""
-    try:
-        work(sys.argv[1])
-    except Exception as error:
-        say("failed", error=" ".join(f"{type(error).__name__}: {error}".split())[:400])
-        raise
+    """In a script: ``work`` on each line of standard input, in a fork; a failure is told in one line, and raised."""
+    for line in sys.stdin:
+        if child := os.fork():
+            say("ended", code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            continue
+        os.setsid()
+        say("began", pid=os.getpid())
+        try:
+            work(line.rstrip("\n"))
+        except Exception as error:
+            say("failed", error=" ".join(f"{type(error).__name__}: {error}".split())[:400])
+            raise
+        return
 
 
 class MemoryWatch:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.child_process import run_child, say
+from benchmarks.lib.child_process import ANSWER, answer, run_child, say
 from benchmarks.lib.kernels.fp4_layers import (
     Source,
     Tiled,
@@ -160,10 +160,14 @@ def main() -> None:
     sweep(args.cells, args.rounds, args.seconds, args.csv)
 
 
+def measured(argument: str) -> None:
+    gc.freeze()  # capturing a graph may collect garbage
+    job = json.loads(argument)
+    say("rows", rows=measure(tuple(job["cell"]), job["rounds"]))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].startswith("{"):
-        gc.freeze()  # capturing a graph may collect garbage
-        job = json.loads(sys.argv[1])
-        say("rows", rows=measure(tuple(job["cell"]), job["rounds"]))
+    if sys.argv[1:] == [ANSWER]:
+        answer(measured)
     else:
         main()

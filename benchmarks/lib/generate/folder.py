@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.lib.child_process import say
+from benchmarks.lib.child_process import answer, say
 from benchmarks.lib.generate.case import INDEX, Case, Shape
 from benchmarks.lib.kernels.graph_timing import median_us
 
@@ -140,4 +140,4 @@ def make(case: Case) -> None:
 
 
 if __name__ == "__main__":
-    make(Case.from_json(sys.argv[1]))
+    answer(lambda argument: make(Case.from_json(argument)))

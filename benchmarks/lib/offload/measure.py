@@ -1,4 +1,4 @@
-"""The process of one system: builds it, trains, measures. Started by bench_offload.py with a case as its only argument.
+"""The process of one system: builds it, trains, measures. Started by bench_offload.py, a fork for each case.
 
 What it has to say goes to standard output as lines that begin with ``@ `` and hold JSON; anything else is other
 people's chatter. The loop is that of a careful user, for every system: tokens come from pinned memory and are sent one
@@ -110,7 +110,7 @@ class Run:
 
 
 def since_start() -> float:
-    """Seconds since this process was started, imports included."""
+    """Seconds since this process was started."""
     return time.time() - psutil.Process().create_time()
 
 
@@ -216,7 +216,6 @@ def _fill_rates(result: Result, step_seconds: list[float], seconds: float) -> No
 
 def main(argument: str) -> None:
     case = Case.from_json(argument)
-    say("phase", text=f"imports took {since_start():.1f} s")
     run = Run(case)
     with attention_kernels(case):
         say("result", result=asdict(train(run)))

@@ -19,9 +19,12 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.lib.offload.case import Case, Shape
 from benchmarks.lib.offload.data import fill, next_tokens
+from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
+from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import parse_bytes
 
 RESIDENT_SHARE = 0.95  # of the free GPU memory, as level 0 of a model that fits
@@ -87,8 +90,6 @@ class System:
 
 def hf_config(shape: Shape, seq: int) -> Any:
     """transformers' configuration of ``shape``: of a llama the decoder that `DecoderConfig` describes."""
-    from transformers import AutoConfig
-
     same = {
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tied,
@@ -128,8 +129,6 @@ def hf_config(shape: Shape, seq: int) -> Any:
 
 def hf_model(case: Case, device: torch.device | str) -> Any:
     """An uninitialised or freshly drawn causal model on ``device`` that checkpoints its blocks."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(hf_config(case.decoder, case.seq))
     model.train()
@@ -183,8 +182,6 @@ def build_held(case: Case, device: torch.device) -> System:
 
 def build_lines(case: Case, device: torch.device, placement: str = "auto") -> System:
     """What a reader of the README runs; of a recipe `undo` alone is asked, which who never clips may promise."""
-    from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization
-
     model = hf_model(case, "meta").to_empty(device="cpu")
     if case.decoder.family != "gpt2":
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose buffers are computed, not drawn
@@ -201,8 +198,6 @@ def build_lines(case: Case, device: torch.device, placement: str = "auto") -> Sy
 
 def build_enabled(case: Case, device: torch.device) -> System:
     """Plain PyTorch's model, in a stack that holds all of it on level 0."""
-    from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
-
     stack = our_stack(case, device, streamed=False)
     model = hf_model(case, device)
     drawn_weights(case, model, device)
@@ -245,9 +240,6 @@ def place_or_share(text: str) -> str | float:
 def _build_decoder(
     case: Case, device: torch.device, placement: str, placing: dict[str, Any], updating: dict[str, Any]
 ) -> System:
-    from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
-    from vblackwell.nn.decoder.decoder import Decoder
-
     shape, streamed = case.decoder, placement == "streamed"
     stack = our_stack(case, device, streamed=streamed)
     config = shape.decoder_config(max(case.seq, 2048))
@@ -264,8 +256,6 @@ def _build_decoder(
 
 def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], stack: Any) -> System:
     """The system of a model in a stack."""
-    from vblackwell import offload_of
-
     engine = offload_of(model)
     assert engine is not None, "the model was just put into a stack"
     return System(
@@ -281,8 +271,6 @@ def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], 
 
 def our_stack(case: Case, device: torch.device, *, streamed: bool) -> Any:
     """The levels: the cap, or what the device has free, over RAM, over disk if asked for."""
-    from vblackwell import create_vgpu_stack
-
     fast = case.cap_bytes
     if fast is None and device.type == "cuda":
         fast = int(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
