@@ -214,9 +214,7 @@ def test_a_forward_holds_no_weights():
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
     tokens = torch.randint(4096, (1, 65)).cuda()
-    square = torch.ones(64, 64, device="cuda", requires_grad=True)
-    (square @ square).sum().backward()  # cuBLAS has its workspaces, 32 MiB here, of both threads of this process
-    del square
+    make_cublas_workspaces()
     with gpu_stack(512) as stack:
         before = torch.cuda.memory_allocated()
         model = enable_vgpu_stack_optimization(initial, stack, placement="streamed", update="host")
@@ -230,7 +228,14 @@ def test_a_forward_holds_no_weights():
             offload_of(model).finish()  # gradients that leave are no weights
 
 
+def make_cublas_workspaces():
+    """32 MiB for each thread of this process that multiplies: this one and autograd's."""
+    square = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (square @ square).sum().backward()
+
+
 def test_memory_is_given_back():
+    make_cublas_workspaces()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -243,7 +248,7 @@ def test_memory_is_given_back():
         offload_of(model).finish()
         offload_of(model).weights.drop_all()
         torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() - before < 0.25 * whole  # cuBLAS workspaces
+        assert torch.cuda.memory_allocated() - before < 0.01 * whole
 
 
 # What the fastest recipe asks for: the first groups live on level 0, more weights stay, checkpoints wait in RAM, no way
