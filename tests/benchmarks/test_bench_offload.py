@@ -64,9 +64,9 @@ def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_failure_and_a_late_system_are_rows(bench, tmp_path, capsys):
-    """A cap that no layer group fits, and a limit that no import meets; the second system runs all the same."""
+    """A cap that no layer group fits, and a limit that no process meets; the second system runs all the same."""
     results = bench.main(words(tmp_path, "--systems", "streamed", "--cap", "16KiB"))
-    results += bench.main(words(tmp_path, "--systems", "resident", "--limit", "0.3"))
+    results += bench.main(words(tmp_path, "--systems", "resident", "--limit", "0.001"))
     assert results[0].status == "failed" and results[0].error.startswith("InsufficientMemory")
     assert results[1].status == "not up in 0 s" and results[1].tokens_per_second is None
     assert [row["status"] for row in rows(tmp_path)] == ["failed", "not up in 0 s"]
