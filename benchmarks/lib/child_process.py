@@ -1,7 +1,7 @@
 """Runs each measurement in a separate process and hands on what it says, whatever becomes of it.
 
-A script that measures is started once and stands by: it has imported everything and touched no GPU, and each
-measurement is a fork of it. So nothing imports beside a measurement, and nothing is imported twice.
+A script that measures is started once and stands by: its modules are imported, no GPU is touched, and each measurement
+is a fork of it. So nothing imports beside a measurement; what a measurement imports later is its own.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,8 +51,9 @@ def until_stopped() -> Iterator[None]:
 
 
 def say(kind: str, **values: Any) -> None:
-    """One line from a system's process to the one that started it."""
-    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
+    """One line from a measuring process to the one that started it; of its own, whatever was printed before."""
+    sys.stdout.flush()
+    os.write(1, f"\n{MARK}{json.dumps({'kind': kind, **values})}\n".encode())
 
 
 def run_child(
@@ -68,57 +71,55 @@ def run_child(
     Returns:
         Its exit code; None if the time was over first.
     """
+    until = time.monotonic() + limit_seconds
     standing = _standing_by(script)
     tail: deque[str] = deque(maxlen=KEPT_LINES)
-    group, code = standing.pid, None  # whom to end, and how it ended
-
-    def read(stream: Any) -> None:
-        nonlocal group, code
-        for line in stream:
-            if not line.startswith(MARK):
-                tail.append(line.rstrip()[:300])
-                continue
-            event = json.loads(line[len(MARK) :])
-            if event["kind"] == "began":
-                group = event["pid"]
+    child = code = None
+    threading.Thread(target=standing.send, args=(argument,), name=f"ask-{script.stem}", daemon=True).start()
+    try:
+        while (line := standing.line(until)) is not None:
+            event = _event(line)
+            if event is None:
+                tail.extend([line.rstrip()[:300]] if line.strip() else [])
+            elif event["kind"] == "began":
+                child = event["pid"]
             elif event["kind"] == "ended":
                 code = event["code"]
-                return
+                break
             else:
                 hear(event)
-        code = standing.wait()  # not even its imports ended well
-
-    assert standing.stdin is not None
-    reader = threading.Thread(target=read, args=(standing.stdout,), name=f"listen-{script.stem}")
-    reader.start()
-    late = False
-    try:
-        standing.stdin.write(argument + "\n")
-        standing.stdin.flush()
-        reader.join(limit_seconds)
-        late = reader.is_alive()
-    except BrokenPipeError:
-        reader.join()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        reader.join()
-    if late:
+        else:  # not even its imports ended well
+            code = standing.process.wait()
+    except TimeoutError:
         tell("stopped, the time is over")
-    if late or code:
+    finally:
+        if child is None or code is None:
+            standing.end()
+            del _standing[script]
+        else:  # what it has started
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+    if code != 0:
         for line in tail:
             tell(f"| {line}")
-    return None if late else code
+    return code
 
 
-_standing: dict[Path, subprocess.Popen[str]] = {}
+def _event(line: str) -> dict[str, Any] | None:
+    """What a line says to us; None: somebody's chatter."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        return json.loads(line[len(MARK) :])
+    except ValueError:
+        return None
 
 
-def _standing_by(script: Path) -> subprocess.Popen[str]:
-    """The process of ``script`` that forks for each argument."""
-    process = _standing.get(script)
-    if process is None or process.poll() is not None:
-        process = _standing[script] = subprocess.Popen(
+class _Standing:
+    """The process of a script that forks for each argument."""
+
+    def __init__(self, script: Path) -> None:
+        self.process = subprocess.Popen(
             [sys.executable, str(script), ANSWER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -129,24 +130,74 @@ def _standing_by(script: Path) -> subprocess.Popen[str]:
             cwd=REPO,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-    return process
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"listen-{script.stem}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def send(self, argument: str) -> None:
+        """Returns when the process has read it, which for a long one is after its imports."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):  # it has ended, or been ended
+            self.process.stdin.write(argument + "\n")
+            self.process.stdin.flush()
+
+    def line(self, until: float) -> str | None:
+        """The next line; None: there will be no other. Raises TimeoutError after ``until``."""
+        left = until - time.monotonic()
+        try:
+            if left > 0:
+                return self._lines.get(timeout=left)
+        except queue.Empty:
+            pass
+        raise TimeoutError
+
+    def end(self) -> None:
+        """Kill the process, the one that it has forked, and theirs."""
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            self.process.send_signal(signal.SIGSTOP)  # it forks no other
+            for each in psutil.Process(self.process.pid).children(recursive=True):
+                for kill in (os.kill, os.killpg):
+                    with suppress(ProcessLookupError):
+                        kill(each.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5)  # but for a pipe that a daemon of theirs still holds
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+
+_standing: dict[Path, _Standing] = {}
+
+
+def _standing_by(script: Path) -> _Standing:
+    standing = _standing.get(script)
+    if standing is None:
+        standing = _standing[script] = _Standing(script)
+    return standing
 
 
 @atexit.register
 def _end_standing() -> None:
-    for process in _standing.values():
-        process.kill()
-        process.communicate()
+    for standing in _standing.values():
+        standing.end()
 
 
 def answer(work: Callable[[str], None]) -> None:
     """In a script: ``work`` on each line of standard input, in a fork; a failure is told in one line, and raised."""
     for line in sys.stdin:
         if child := os.fork():
+            say("began", pid=child)
             say("ended", code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             continue
         os.setsid()
-        say("began", pid=os.getpid())
         try:
             work(line.rstrip("\n"))
         except Exception as error:

@@ -19,11 +19,15 @@ from benchmarks.lib.child_process import answer, say
 def main(argument):
     print("chatter of", argument)
     say("who", pid=os.getpid(), parent=os.getppid(), argument=argument)
+    if "bar" in argument:
+        sys.stderr.write("Loading 50%")
     if argument == "fail":
         raise ValueError("no such thing")
     if argument == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if argument == "hang":
+    if argument == "mark":
+        print("@ home")
+    if "hang" in argument:
         say("started", pid=subprocess.Popen(["sleep", "600"]).pid)
         time.sleep(600)
 
@@ -63,14 +67,35 @@ def test_a_failure_is_told_and_the_next_one_runs(script: Path) -> None:
 
 
 def test_the_time_ends_a_process_and_what_it_started(script: Path) -> None:
-    code, events, told = run(script, "hang", 5.0)
+    code, events, told = run(script, "hang behind a bar", 5.0)
     assert code is None
-    assert told[0] == "stopped, the time is over"
+    assert told == ["stopped, the time is over", "| chatter of hang behind a bar", "| Loading 50%"]
     deadline = time.monotonic() + 20
     for pid in (events[0]["pid"], events[-1]["pid"]):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, f"process {pid} is still there"
             time.sleep(0.05)
+    assert run(script, "a")[0] == 0
+
+
+def test_other_people_s_chatter_is_no_answer(script: Path) -> None:
+    for argument in ("bar", "mark"):
+        code, events, _ = run(script, argument)
+        assert (code, [each["kind"] for each in events]) == (0, ["who"])
+
+
+def test_a_listener_that_fails_leaves_the_next_one_right(script: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_child(script, "a", 60.0, lambda event: 1 // 0, print)
+    assert [each["argument"] for each in run(script, "b")[1]] == ["b"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.004, 0.008])
+def test_no_moment_is_too_early_for_the_end(script: Path, seconds: float) -> None:
+    run(script, "a")
+    began = time.monotonic()
+    assert run(script, "hang", seconds)[0] is None
+    assert time.monotonic() - began < 20
     assert run(script, "a")[0] == 0
 
 
