@@ -8,10 +8,7 @@ process.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,13 +18,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.child_process import REPO
+from benchmarks.lib.child_process import run_child
 from benchmarks.lib.estimate.report import Row, relative, spread
 from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.draw import ON_CPU, ON_GPU, drawn_shape, streamed_bytes
 from benchmarks.lib.offload.systems import hf_config
 from vblackwell.units import GiB, format_bytes
 
+COMMAND = Path(__file__).with_name("command.py")
 STEPS = 16  # the first ones find what later ones have
 KINDS = ((), (), ("--optimizer-states", "8bit"), ("--lora", "16"), (), ("--lora", "16", "--use-fp4"))
 NORMS = {"no clipping": "0", "never clips": "1e9", "always clips": "1e-6"}
@@ -141,18 +139,17 @@ def measure_run(run: PlannedRun, device: str, limit_seconds: float) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="vb-planned-") as name:
         folder, out = Path(name), Path(name) / "run"
         words = run.words(write_model(run, folder), write_data(run, folder), out, device)
-        start = [sys.executable, "-c", "from vblackwell.cli import main; raise SystemExit(main())"]
-        threads = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # as a user has them
-        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": threads}
-        how["cwd"] = REPO  # the package, where it is not installed
-        try:
-            done = subprocess.run([*start, *words], timeout=limit_seconds, check=False, **how)
-        except subprocess.TimeoutExpired:
+        printed = folder / "printed"
+        case = json.dumps({"words": words, "printed": str(printed)})
+        code = run_child(COMMAND, case, limit_seconds - (time.monotonic() - began), lambda event: None, print)
+        if code is None:
             return {"error": f"stopped after {limit_seconds:.0f} s"}
-        if done.returncode:
-            return {"error": f"exit code {done.returncode}: {' '.join(done.stdout.splitlines()[-1:])[:300]}"}
+        lines = printed.read_text(encoding="utf-8").splitlines()
+        if code:
+            return {"error": f"exit code {code}: {' '.join(lines[-1:])[:300]}"}
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    found = report["plan"] | {"again": "out of memory with" in done.stdout, "seconds": time.monotonic() - began}
+    again = any("out of memory with" in line for line in lines)
+    found = report["plan"] | {"again": again, "seconds": time.monotonic() - began}
     return found | {"held": device == "cpu" or report["gpu_peak_bytes"]["reserved"] <= run.cap_bytes}
 
 
