@@ -107,12 +107,11 @@ def run_child(
 
 def _event(line: str) -> dict[str, Any] | None:
     """What a line says to us; None: somebody's chatter."""
-    if not line.startswith(MARK):
-        return None
     try:
-        return json.loads(line[len(MARK) :])
+        event = json.loads(line.removeprefix(MARK)) if line.startswith(MARK) else None
     except ValueError:
         return None
+    return event if isinstance(event, dict) and "kind" in event else None
 
 
 class _Standing:
