@@ -26,7 +26,7 @@ def main(argument):
     if argument == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if argument == "mark":
-        print("@ home\\n@ 5\\n@ {}")
+        print("@ home", "@ 5", "@ {{}}", sep=chr(10))
     if "hang" in argument:
         say("started", pid=subprocess.Popen(["sleep", "600"]).pid)
         time.sleep(600)
