@@ -58,7 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-grad-norm", type=number_or_none, default=None, help="a number, or none; drawn cases: 1e9, never bites")
     add("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
     add("--capped", type=names, default=["streamed", "lines"], help="systems that must obey the cap")
-    add("--host-memory", type=parse_bytes, default=None, help="of our level 1; default 0.9 of the free RAM")
+    add("--host-memory", type=parse_bytes, default=None, help="of our level 1; default 0.9 of the free RAM; lines: 7/8")
     add("--disk-memory", type=parse_bytes, default=0, help="of our disk level, for streamed")
     add("--disk-path", default=None)
     add("--device", choices=("cuda", "cpu"), default="cuda")

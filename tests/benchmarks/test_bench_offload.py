@@ -8,6 +8,7 @@ import csv
 import importlib
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -71,6 +72,21 @@ def test_a_failure_and_a_late_system_are_rows(bench, tmp_path, capsys):
     assert results[1].status == "not up in 0 s" and results[1].tokens_per_second is None
     assert [row["status"] for row in rows(tmp_path)] == ["failed", "not up in 0 s"]
     assert "InsufficientMemory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("system", ["streamed", "lines"])
+def test_a_limit_of_ram_is_the_system_s(bench, tmp_path, system):
+    (result,) = bench.main(words(tmp_path, "--systems", system, "--host-memory", "64KiB"))
+    assert result.status == "failed" and result.error.startswith("InsufficientMemory"), result
+
+
+def test_losses_are_compared_with_those_of_what_is_held(bench):
+    from benchmarks.lib.offload.case import Result
+
+    ran = [Result("lines", losses=[2.0, 1.5]), Result("held", losses=[2.0, 1.25])]
+    said = bench.ratio_lines(ran, clipped=False)[-1]
+    assert said == "losses of 2 steps, lines against held: largest difference 0.25, not bitwise equal"
+    assert "bitwise equal" in bench.ratio_lines([ran[0], replace(ran[1], losses=[2.0, 1.5])], clipped=False)[-1]
 
 
 def test_the_data_are_the_chain_they_say(bench):

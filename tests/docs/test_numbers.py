@@ -110,7 +110,6 @@ SOURCES = {
     "three lines of Python, clipping on": lambda: lines("2026-11-30T07:49", "2026-11-30T07:49"),
     "three lines, no clipping": lambda: lines("2026-11-30T07:50", "2026-11-30T07:49"),
     "three lines, every step clips": lambda: lines("2026-11-30T07:51:1", "2026-11-30T07:49"),
-    "three lines with 64 GB of RAM, clipping on": lambda: lines("2026-11-30T07:51:4", "2026-11-30T07:49"),
     "the same on a busy host": lambda: lines("2026-11-28T06:49", "2026-11-28T06:49"),
     "the same on the busy host": lambda: lines("2026-11-28T06:50", "2026-11-28T06:49"),
     "the same, each step, on the busy host": lambda: lines("2026-11-28T06:51", "2026-11-28T06:49"),

@@ -15,6 +15,7 @@ import vblackwell as vb
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 
 _, DECODER, GPT2, *_ = CASES
@@ -35,6 +36,33 @@ def test_a_streamed_model_tells_its_shares(make_stack: MakeStack):
     assert model_plan(model).splitlines()[3:] == ["AdamW: on the CPU", "inputs of checkpoints wait in RAM"]
     with pytest.raises(ConfigurationError, match="is in no stack: enable_vgpu_stack_optimization"):
         model_plan(release(model))
+
+
+@pytest.mark.parametrize("update", ["host", "device", 0.4])
+def test_a_plan_says_how_much_waits_for_the_norm(update: str | float):
+    """From the optimizer on, and steps leave it as it was; less where RAM has less room for the way back."""
+    shares = list[int]()
+    for host_bytes in (8 << 20, 700 << 10):
+        model, levels = (
+            build(DECODER),
+            [{"capacity_mb": size / 2**20, "device": "cpu"} for size in (LEVEL0, host_bytes)],
+        )
+        stack = VGPUStack({"levels": levels})
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update=update)
+        assert "norm" not in model_plan(model)
+        optimizer = vb.VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
+        said = model_plan(model).splitlines()
+        (line,) = (line for line in said if "before the norm is known" in line)
+        shares.append(int(line.split("%")[0]))
+        assert line.endswith("before the norm is known" if shares[-1] == 100 else "known, the others after it")
+        for step in range(3):
+            DECODER.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert set(said) <= set(model_plan(model).splitlines())
+        release(model)
+        stack.close()
+    assert shares[0] == 100 > shares[1] > 0
 
 
 def test_a_resident_model_says_whose_operators_it_has(make_stack: MakeStack):

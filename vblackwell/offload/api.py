@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -234,14 +234,22 @@ def model_plan(model: nn.Module) -> str:
     ]
     if found["placement"] == "streamed":
         trained = [group for group in engine.groups if group.trainable()]
-        above = sum(num_elements(group) for group in trained if group.name in found["updated_on_level0"])
-        share = above / max(1, sum(map(num_elements, trained)))
-        where = f"{share:.0%} of the parameters in {names[0]}, others on the CPU" if above else "on the CPU"
+
+        def share(groups: Collection[str]) -> float:
+            """Of the trained parameters."""
+            mine = sum(num_elements(group) for group in trained if group.name in groups)
+            return mine / max(1, sum(map(num_elements, trained)))
+
+        above, early = share(found["updated_on_level0"]), found["updated_early"]
+        where = f"{above:.0%} of the parameters in {names[0]}, others on the CPU" if above else "on the CPU"
         lines += [
             f"loaded weights may take {format_bytes(found['weights_budget_bytes'])} of {names[0]}",
             f"AdamW: {where}",
             f"inputs of checkpoints wait in {'RAM' if found['activations'] else names[0]}",
         ]
+        if early is not None:
+            rest = "" if share(early) == 1 else ", the others after it"
+            lines.append(f"{share(early):.0%} of the parameters are updated before the norm is known{rest}")
         lines += filter(None, [found["host_share"], found["graphs"]])
         if found["steps"]:
             lines.append(f"updates were rolled back in {found['rolled_back_steps']} of {found['steps']} steps")

@@ -514,6 +514,7 @@ class Offload:
             "formats": formats_summary(self.groups),
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0.groups],
             "activations": None if self.activations is None else self.activations.summary(),
+            "updated_early": None if (early := self.step_control.early_groups) is None else [g.name for g in early],
             "undo_bytes": self.step_control.shadow_bytes,
             "graphs": "" if self.step_control.graphs is None else self.step_control.graphs.about,
             "host_share": self.host_share.about,

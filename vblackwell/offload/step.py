@@ -264,6 +264,20 @@ class StepControl(Mover):
         self._may_undo = {*behind, *shadowed}
         self.host_updates.shadows.bring_pages(reversed(shadowed))
 
+    @property
+    def early_groups(self) -> set[Group] | None:
+        """Those that are updated before the norm is known, or will be, as there is room for their way back; None where
+        the optimizer asks for no such updates, or for no way back.
+        """
+        source = self.source
+        if source is None or not (source.update_in_backward and source.undo):
+            return None
+        if self._has_asked:
+            return set(self._may_undo)
+        plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
+        behind, shadowed = self.found.early(plan, source.accumulation_steps)
+        return {*behind, *shadowed}
+
     # -- states that are a step behind ---------------------------------------------------------------------------------
 
     def _looks_ahead(self, group: Group, gradient: Tensor | None) -> bool:

@@ -93,12 +93,16 @@ def _memory_lines(ran: dict[str, Result]) -> list[str]:
 
 
 def _loss_lines(ran: dict[str, Result]) -> list[str]:
-    if "streamed" not in ran or "resident" not in ran:
-        return []
-    pairs = list(zip(ran["streamed"].losses, ran["resident"].losses, strict=False))
-    worst = max(abs(mine - other) for mine, other in pairs)
-    said = "bitwise equal" if worst == 0 else "not bitwise equal"
-    return [f"losses of {len(pairs)} steps, streamed against resident: largest difference {worst:.3g}, {said}"]
+    lines = list[str]()
+    for mine, other in (("streamed", "resident"), ("lines", "held")):
+        if mine in ran and other in ran:
+            pairs = list(zip(ran[mine].losses, ran[other].losses, strict=False))
+            worst = max(abs(one - two) for one, two in pairs)
+            said = "bitwise equal" if worst == 0 else "not bitwise equal"
+            lines.append(
+                f"losses of {len(pairs)} steps, {mine} against {other}: largest difference {worst:.3g}, {said}"
+            )
+    return lines
 
 
 # -- the CSV -----------------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def build_lines(case: Case, device: torch.device, placement: str = "auto") -> Sy
     model.tie_weights()  # what is empty has been made anew
     drawn_weights(case, model, device)
     began = time.perf_counter()
-    stack = create_vgpu_stack(case.cap_bytes, device=device)
+    stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, device=device)
     model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement=placement)
     clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
     updating = {"update_in_backward": True, "undo": case.recipe.undo is not False}
