@@ -70,6 +70,8 @@ class UnknownKey(VBError, KeyError):
 _TYPED = (
     (r"\b(fast|host|disk)_memory\b(?: \(the capacit[^)]*\))?", r"--\1-memory"),
     (r"\b(update|placement|activations)='(\w+)'", r"--\1 \2"),
+    (r"\bstates='(\w+)'", r"--optimizer-states \1"),
+    (r"\bmasters='(\w+)'", r"--masters \1"),
     (r"a level below level 0: add a .* level to the stack", "RAM or disk: give --host-memory or --disk-memory"),
     (r"\bbelow level 0\b", "of RAM and disk"),
     (r"\bthe lower levels have", "they have"),

@@ -64,6 +64,23 @@ def test_first_sigint_writes_a_checkpoint_and_exits_130(place):
     assert stop_after_first_step(place, words_of(place, "int"), signal.SIGINT) == 130
 
 
+def test_a_longer_run_that_was_stopped_goes_on_to_its_new_end(place):
+    """By the command that it printed; and when it has finished it says so, of the new end."""
+    words = words_of(place, "longer")
+    place.vb(*words)
+    steps = int(words[words.index("--max-steps") + 1])
+    again = ["train", "--resume", "--out", "longer"]
+    child = place.start(*again, "--max-steps", str(steps + 3), signal_after=(RECORDED, [signal.SIGINT]))
+    assert child.wait() == 130 and "go on with --resume --out longer" in child.stdout.read_text()
+    assert f"step {steps + 3}/{steps + 3}" in place.vb(*again).stdout
+    place.vb(*words_of(place, "undisturbed"))
+    place.vb("train", "--resume", "--out", "undisturbed", "--max-steps", str(steps + 3))
+    assert weights_of(place.folder / "longer") == weights_of(place.folder / "undisturbed")
+    for run in ("longer", "undisturbed"):
+        said = place.vb("train", "--resume", "--out", run).stdout
+        assert f"{run} has finished its {steps + 3} steps already: nothing to do" in said
+
+
 def test_second_sigint_leaves_at_once(place):
     """The first alone would end the run with a checkpoint."""
     child = place.start(*words_of(place, "twice"), signal_after=(RECORDED, [signal.SIGINT, signal.SIGINT]))

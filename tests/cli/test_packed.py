@@ -27,6 +27,7 @@ from vblackwell.tools.quantize import quantize_folder
 
 # peft asks for it
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+ADAPTER = ("--adapter", "run/adapter")
 NOT_TRAINED = ("packed weights are not trained", "--lora 16", "or give the folder that it was packed from")
 
 
@@ -193,6 +194,28 @@ def test_a_finished_adapter_is_merged_and_not_trained_again(vb):
     output = vb(*again, "--merge", "fp32")
     assert "passed over a damaged adapter" in output and "no checkpoint yet: starting over" in output
     assert held("run/adapter/adapter_model.safetensors") == held("whole/adapter/adapter_model.safetensors")
+
+
+def test_a_merged_model_that_is_older_than_its_adapter_is_not_taken_for_it(vb):
+    train(vb, "base", "run", "--lora", "4", "--checkpoint-every", "1")
+    output = vb("train", "--resume", "--out", "run", "--max-steps", "3", "--merge", "none")
+    assert "run/final is what an earlier --merge made, of another step" in output
+    refused = vb("generate", "--model", "run", "--prompt", "def ", *GREEDY, code=2)
+    assert "run/final is of step 2, and the adapter beside it of step 3: give --adapter run/adapter" in refused
+    assert vb("generate", "--model", "run/final", "--prompt", "def ", *GREEDY)
+    assert "nothing to do" in vb("train", "--resume", "--out", "run")  # neither its end nor its --merge is the old one
+    vb("train", "--resume", "--out", "run", "--merge", "bf16")
+    merged, over = (vb("generate", *what, "--prompt", "def ", *GREEDY) for what in (("--model", "run"), ADAPTER))
+    assert merged == over
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(vb):
+    train(vb, "base", "run", "--lora", "4", "--checkpoint-every", "0")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    refused = vb("train", "--resume", "--out", "run", "--max-steps", "3", code=2)
+    assert "run has finished its 2 steps, and kept no checkpoint to go on from: train what it made" in refused
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert "--out base is the folder of --model: choose another" in train(vb, "base", "base", code=2)
 
 
 def test_an_adapter_writes_over_the_base_it_was_trained_over(vb):

@@ -27,7 +27,7 @@ from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.layout.generation import workspace_bytes
 
 FINAL, ADAPTER = "final", "adapter"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, TRAINER = "checkpoints", "trainer.json"
 
 
 def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
@@ -54,6 +54,13 @@ def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
     found, problems = first_intact(candidates)
     if found is None:
         raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
+    if found == path / FINAL and path / ADAPTER in adapters:
+        merged, now = (read_json(each / TRAINER).get("state", {}).get("step") for each in (found, path / ADAPTER))
+        if merged != now:
+            raise ConfigurationError(
+                f"{found} is of step {merged}, and the adapter beside it of step {now}: give --adapter {path / ADAPTER}"
+                f", or --model {found} for the older one (vb train --resume --out {path} --merge bf16 merges anew)"
+            )
     return found, problems
 
 

@@ -153,6 +153,17 @@ def is_finished(parent: Path, prepared: Prepared) -> bool:
         return False
 
 
+def exported_step(parent: Path) -> int | None:
+    """The step of which the run in ``parent`` has exported an intact model or adapter; None: of none."""
+    for exported in (parent / FINAL, parent / ADAPTER):
+        try:
+            commit.verify_folder(exported)
+            return read_json(exported / TRAINER).get("state", {}).get("step")
+        except VBError:
+            continue
+    return None
+
+
 def _is_of_last_step(exported: Path, prepared: Prepared) -> bool:
     return read_json(exported / TRAINER).get("state", {}).get("step") == prepared.config.max_steps
 

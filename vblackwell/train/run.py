@@ -29,6 +29,7 @@ from vblackwell.planner.predictions import NUMBERS, keep_prediction
 from vblackwell.train.checkpoint import (
     export_adapter,
     export_final,
+    exported_step,
     is_finished,
     load_adapter,
     load_newest,
@@ -93,6 +94,8 @@ def _as_begun(config: TrainConfig, folder: Path) -> tuple[TrainConfig, dict[str,
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
+    if config.out and config.model and Path(config.out).resolve() == Path(config.model).resolve():
+        raise ConfigurationError(f"--out {config.out} is the folder of --model: choose another --out")
     folder = RunFolder(Path(config.out) if config.out else default_out(config.name), config.resume)
     cleanup.callback(folder.release)
     config, stored = _as_begun(config, folder.path)
@@ -117,7 +120,14 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing", "seq_length", "precision")
         planned += ("vgpu_auto", "auto_batch_size", "auto_seq_length")
         folder.write_settings(asdict(config) | {name: getattr(prepared.config, name) for name in planned})
-    return _run(prepared, folder, progress, stop, cleanup)
+    return _run(prepared, folder, _moved(config, stored), progress, stop, cleanup)
+
+
+def _moved(config: TrainConfig, stored: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The settings to be kept of a resumed run that is to end elsewhere than ``stored`` says; None where it is not."""
+    ends = {name: getattr(config, name) for name in ("max_steps", "epochs", "merge")}
+    moves = stored is not None and any(name in stored and stored[name] != value for name, value in ends.items())
+    return (stored or {}) | ends if moves else None
 
 
 def _merge(
@@ -142,7 +152,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
+def _run(
+    prepared: Prepared,
+    folder: RunFolder,
+    settings: dict[str, Any] | None,
+    progress: Progress,
+    stop: StopRequest,
+    cleanup: ExitStack,
+) -> int:
+    """Train to the end; ``settings``: to be kept, from the moment on at which the run is sure to go on."""
     config = prepared.config
     assert config.max_steps is not None
     checkpoints = (folder.checkpoints, prepared, progress.say)
@@ -152,6 +170,13 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
             f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
             "--max-steps, or start a new run with another --out"
         )
+    if state is None and config.resume and (step := exported_step(folder.path)) not in (None, config.max_steps):
+        raise ConfigurationError(
+            f"{folder.path} has finished its {step} steps, and kept no checkpoint to go on from: train what it made "
+            "with --model and another --out"
+        )
+    if settings is not None:
+        folder.write_settings(settings)
     recorded_steps = 0 if state is None else state.step - (state.unrecorded is not None)
     metrics = MetricsLog(folder.path, recorded_steps, config.tensorboard)
     cleanup.callback(metrics.close)
@@ -192,6 +217,8 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     if dtype is None:
         later = f"vb train --resume --out {folder.path} --merge bf16"
         progress.say(f"model: not merged; to write with it: vb generate --adapter {adapter}; to merge it: {later}")
+        if folder.final.exists():
+            progress.say(f"{folder.final} is what an earlier --merge made, of another step")
     else:
         export_final(folder.path, prepared, trainer.state())
         progress.say(f"model: {folder.final}{merged}")
