@@ -312,7 +312,7 @@ def _doctor_flags(parser: Any) -> None:
 def _quantize_flags(parser: Any) -> None:
     add = parser.add_argument
     add("--model", type=str, required=True, help=MODEL)
-    add("--out", type=str, required=True, help="Folder to make.")
+    add("--out", type=str, required=True, help="Folder to make; one that this command made is replaced.")
     add("--format", type=str, default="nvfp4", help="nvfp4, mxfp4, nf4, int4 or int8.")
     add("--scale-search", type=str, default="mse", help="mse (least error) or max (plain scale).")
     add("--block-size", type=int, help="Elements a scale: 32 or 128 for int4; even for int8.")

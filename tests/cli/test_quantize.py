@@ -240,6 +240,13 @@ def test_refusals(source, tmp_path):
     shutil.copytree(source, tmp_path / "run")
     with pytest.raises(ConfigurationError, match="was not written by this command"):  # but by a run, whose model it is
         quantize_folder(source, tmp_path / "run")
+    quantize_folder(source, tmp_path / "packed")
+    (tmp_path / "packed" / "eval").mkdir()
+    with pytest.raises(ConfigurationError, match=r"what this command did not write \(eval\): move that away"):
+        quantize_folder(source, tmp_path / "packed", "int8")
+    (tmp_path / "packed" / "eval").rmdir()
+    assert quantize_folder(source, tmp_path / "packed", "int8").layers
+    shutil.rmtree(tmp_path / "packed")
     with pytest.raises(ConfigurationError, match="holds the model"):
         quantize_folder(source, source.parent)
     with pytest.raises(ConfigurationError, match="selects no linear"):

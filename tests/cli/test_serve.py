@@ -157,6 +157,21 @@ def test_a_conversation_in_a_terminal(folder: Path, monkeypatch: Any, capsys: An
     assert out and "Ctrl-C" in told
 
 
+def test_what_a_conversation_cannot_have_is_refused(folder: Path, monkeypatch: Any, capsys: Any):
+    """Before a model is opened, but for what only the model knows; a line that is no text is left out."""
+    for words, part in (
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: give a whole number from 1 on"),
+        (["--max-new-tokens", "1024"], "--max-new-tokens 1024: "),
+        (["--system", "h\udce9"], "--system is not UTF-8 text (character 2)"),
+        (["--budget", "1KiB"], "--budget of 1024 bytes is too small: give it 4 KiB or more"),
+    ):
+        assert main(["chat", str(folder), *MEMORY, *words]) == 2
+        assert part in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("h\udce9\n"))
+    assert main(["chat", str(folder), "--max-new-tokens", "4", *MEMORY]) == 0
+    assert "the line is not UTF-8 text" in capsys.readouterr().err
+
+
 def test_a_word_after_a_slash_is_a_command(folder: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.setattr("sys.stdin", io.StringIO("/bogus\n"))
     assert main(["chat", str(folder), "--max-new-tokens", "4", *MEMORY]) == 0

@@ -120,7 +120,7 @@ def test_draws_are_those_of_the_seed(folder_of, tokenizer, make_stack):  # noqa:
 
 def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     folder, file = folder_of("qwen3"), tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS) + "\n\n")
+    file.write_text("\ufeff" + "\n".join(PROMPTS) + "\n\n")  # some editors begin a file so
     levels = ["--fast-memory", "128KiB", "--host-memory", "1MiB", "--device", "cpu"]
     common = ["generate", "--model", str(folder), "--temperature", "0", "--max-new-tokens", "5"]
     assert main([*common, *levels, "--prompts", str(file), "--batch-size", "2", "--prefill-chunk", "4"]) == 0
@@ -141,6 +141,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
         ([*levels, "--prompt", "a", "--prefill-chunk", "0"], "prefill chunk 0"),
         ([*levels, "--prompt", "a", "--fp4-layers", "mlp"], "add it, or drop them"),
         ([*levels, "--prompt", "x" * 70], "the model's limit is 64"),
+        ([*levels, "--prompt", "h\udce9"], "--prompt is not UTF-8 text (character 2)"),  # a byte of Latin-1
         (["--fast-memory", "8KiB", "--prompt", "a", "--device", "cpu"], "raise --fast-memory"),
     ):
         assert main([*common, *words]) == 2

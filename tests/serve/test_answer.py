@@ -99,8 +99,11 @@ def test_what_was_held_back_comes_at_the_end(end: bool):
 
 
 def test_a_stop_string_ends_calls_as_well():
+    """By "stop" in the middle of one, which nobody can call."""
+    whole, pieces = written(CALLS, tools=("weather", "clock"), stop=("clock",))
+    assert whole.over and pieces[-1].finish == "tool_calls"  # the first is whole
     answer, pieces = written(CALLS, tools=("weather", "clock"), stop=("Rome",))
-    assert answer.over and pieces[-1].finish == "tool_calls"
+    assert answer.over and pieces[-1].finish == "stop"
     assert "".join(part.arguments for piece in pieces for part in piece.calls) == '{"city": "'
 
 

@@ -428,6 +428,8 @@ def test_echo_with_logprobs_tells_the_prompt(complete: Any):
         assert top[token] == value and len(top) in (2, 3)
     # what the model says of a prompt is what it said when it wrote that
     written = [byte_tokenizer().token_to_id(letter) for letter in "abc"]
+    longest = complete(prompt="a" * 1024, echo=True, logprobs=0, max_tokens=0)  # all that the model reads
+    assert len(longest.choices[0].logprobs.tokens) == 1024
     nothing = complete(prompt=written, echo=True, logprobs=0, max_tokens=0)
     assert nothing.usage.completion_tokens == 0 and nothing.choices[0].text == "abc"
     assert nothing.choices[0].logprobs.token_logprobs == told.token_logprobs[:3]

@@ -47,6 +47,16 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = No
         )
 
 
+def check_utf8(what: str, text: str) -> None:
+    """Raises ConfigurationError where ``text`` came from bytes that are no UTF-8, as from a terminal of another
+    encoding.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"{what} is not UTF-8 text (character {error.start + 1}): give it in UTF-8") from error
+
+
 def prompt_lines(path: Path) -> tuple[list[tuple[str, str]], int]:
     """(file and line, text) of each prompt in a file that has one a line, and how many lines have none; a line ends at
     a line feed alone, with or without a carriage return before it. Raises ConfigurationError."""
@@ -55,7 +65,7 @@ def prompt_lines(path: Path) -> tuple[list[tuple[str, str]], int]:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end
         if len(data) > MAX_PROMPTS_BYTES:
             raise ValueError(f"it has more than {format_bytes(MAX_PROMPTS_BYTES)}")
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"

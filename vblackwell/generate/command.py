@@ -13,7 +13,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
-from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
+from vblackwell.folders.checked import check_lengths, check_tokenizer, check_utf8, prompt_lines
 from vblackwell.folders.folder import (
     ADAPTER_CONFIG,
     GENERATION,
@@ -168,6 +168,7 @@ def generate_command(
     if where.fp4_activations and (where.fp8_activations or where.assignment is not None):
         raise ConfigurationError("--fp4-activations goes with neither --fp8-activations nor --assignment: drop one")
     sampling = Sampling(temperature, top_k, top_p, min_p)
+    check_utf8("--prompt", prompt or "")
     given, empty = ([("--prompt", prompt)], 0) if prompt is not None else prompt_lines(Path(prompts or ""))
     if empty:
         print(f"vb: --prompts {prompts}: {empty} of its lines are empty and left out", file=sys.stderr)

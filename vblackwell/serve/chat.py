@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.folders.checked import check_utf8
 from vblackwell.serve.http.answer import Answer
 from vblackwell.serve.http.prepare import Preparation
 from vblackwell.serve.http.refusal import Refusal
@@ -90,6 +91,9 @@ def chat_command(
     def show(text: str) -> None:
         print(shown(text) if to_terminal else text, end="", flush=True)
 
+    check_utf8("--system", system or "")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ConfigurationError(f"--max-new-tokens {max_new_tokens}: give a whole number from 1 on")
     options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_new_tokens, "seed": seed}
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -100,6 +104,9 @@ def chat_command(
             raise ConfigurationError(
                 f"{model} has no chat template: use vb generate, or a model made for conversations"
             )
+        limit = ready.fleet.models[name].position_limit
+        if max_new_tokens is not None and limit is not None and 0 < limit <= max_new_tokens:
+            raise ConfigurationError(f"--max-new-tokens {max_new_tokens}: {model} reads {limit} tokens: give fewer")
         talk = Conversation(ready, name, system, show, **options)
         if is_terminal:
             print(f"{name}. {HELP}", file=sys.stderr)
@@ -120,6 +127,11 @@ def chat_command(
             elif re.fullmatch("/[a-z]+", text):
                 print(f"vb: no such command: {text}. {HELP}", file=sys.stderr)
             elif text:
+                try:
+                    check_utf8("the line", text)
+                except ConfigurationError as error:
+                    print(f"vb: {error}", file=sys.stderr)
+                    continue
                 try:
                     talk.say(text)
                     print()

@@ -221,7 +221,8 @@ class Engine:
                 )
         wanted, limit = len(request.tokens) + request.max_new_tokens, model.served.position_limit
         what = f"{len(request.tokens)} tokens and {request.max_new_tokens} new ones"
-        if limit is not None and 0 < limit < wanted:  # transformers has -1 for none
+        not_read = request.prompt_logprobs and request.max_new_tokens == 1  # the one that is drawn
+        if limit is not None and 0 < limit < wanted - not_read:  # transformers has -1 for none
             raise RequestTooLong(f"{what}: {request.model} reads {limit}: ask for fewer", wanted=wanted, limit=limit)
         if not model.paged:
             if request.prompt_logprobs or request.pooling:
@@ -231,7 +232,8 @@ class Engine:
         held = model.positions * self._pool.total
         if wanted - (request.pooling is None) > held:  # a last token that is drawn is not read
             raise RequestTooLong(
-                f"{what}: the pages for keys and values hold {held}: ask for fewer, or give more (cache_bytes)",
+                f"{what}: the pages for keys and values hold {held}: ask for fewer, or give more by --budget (of an "
+                "Engine: cache_bytes)",
                 wanted=wanted,
                 limit=held + 1,
             )

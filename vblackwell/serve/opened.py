@@ -74,7 +74,8 @@ def opened(
                 on_open=say,
             )
         except VBError as error:
-            error.args = (str(error).replace("fast_memory", "--budget"), *error.args[1:])  # which is its flag here
+            said = str(error).replace("fast_memory", "--budget").replace("level arena", "--budget")  # its flag here
+            error.args = (said, *error.args[1:])
             raise
         cleanup.callback(fleet.close)
         chats = dict[str, Chat]()

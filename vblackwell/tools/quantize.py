@@ -20,7 +20,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders import compressed_tensors
 from vblackwell.folders.checked import LIMITS
 from vblackwell.folders.commit import MANIFEST, CommitFolder
-from vblackwell.folders.folder import load_specs, read_config, stored_dtype
+from vblackwell.folders.folder import load_specs, read_config, read_json, stored_dtype
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights, stays_fp32
 from vblackwell.generate.load import load_model, model_on_meta, resolve_model
@@ -425,3 +425,11 @@ def _check_target(source: Path, target: Path) -> None:
     ours = committed and read_config(target).get("quantization_config")  # else it may be the model of a run
     if target.exists() and not ours and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--out {target} exists and was not written by this command: choose another folder")
+    if ours:
+        written = {MANIFEST} | {name.partition("/")[0] for name in read_json(target / MANIFEST).get("files", {})}
+        if strange := sorted(each.name for each in target.iterdir() if each.name not in written):
+            shown = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+            raise ConfigurationError(
+                f"--out {target} is replaced as a whole, and holds what this command did not write ({shown}): move "
+                "that away, or choose another folder"
+            )

@@ -134,6 +134,8 @@ class Answer:
         rest = self._stops.add(self._text.end()) + self._stops.end()
         called = self._calls is not None and self._calls.count > 0 and not self.forced
         cut = self.silent or (done.reason == "length" and not self.over)
+        if self._calls is not None and self._stops.found and self._calls.ended < self._calls.count:
+            called = False  # in the middle of one
         reason = "length" if cut else "tool_calls" if called else "stop"
         piece = self._piece("" if self.over else rest, reason)
         assert piece is not None, "a piece with a reason is never empty"
