@@ -8,6 +8,7 @@ import argparse
 import atexit
 import gc
 import inspect
+import io
 import os
 import pkgutil
 import re
@@ -35,6 +36,9 @@ QUIET_IN_FILES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     debug = DEBUG in words
     words = [word for word in words if word != DEBUG]

@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import re
+import shutil
 import signal
 import socket
 import time
@@ -170,6 +171,13 @@ def test_what_a_conversation_cannot_have_is_refused(folder: Path, monkeypatch: A
     monkeypatch.setattr("sys.stdin", io.StringIO("h\udce9\n"))
     assert main(["chat", str(folder), "--max-new-tokens", "4", *MEMORY]) == 0
     assert "the line is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_folder_with_any_name_talks(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any):
+    shutil.copytree(folder, tmp_path / "é model")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(tmp_path / "é model"), "--max-new-tokens", "4", *MEMORY]) == 0
+    assert capsys.readouterr().out
 
 
 def test_a_word_after_a_slash_is_a_command(folder: Path, monkeypatch: Any, capsys: Any):

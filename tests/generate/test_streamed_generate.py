@@ -4,7 +4,9 @@ the text of the plain model, alone and in batches, in chunks, over FP4.
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,10 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(load, "find_folder", lambda model: folder if model == "owner/name" else Path(model))
     assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()
+    with monkeypatch.context() as patch:  # a terminal that knows no other letters
+        patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        assert main([*common, *levels, "--prompt", "\u65e5"]) == 0
+        assert sys.stdout.buffer.getvalue().startswith(b"\\u65e5")
     for words, part in (
         ([*levels], "--prompt TEXT or --prompts FILE"),
         ([*levels, "--prompt", "a", "--prompts", str(file)], "not both"),

@@ -5,6 +5,7 @@ import queue
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vblackwell.serve.http.running import refused
 from vblackwell.serve.http.wire import read_chat
 from vblackwell.serve.opened import Opened, opened
 from vblackwell.serve.request import Done, Event
+from vblackwell.serve.sources import NAME
 
 HELP = "Enter sends, Ctrl-C stops an answer, /clear begins anew, /quit or Ctrl-D ends."
 # Of C0 and C1: they move cursors, name windows and fill clipboards.
@@ -98,7 +100,10 @@ def chat_command(
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401 - input() then edits lines and has those before
-    with opened([model], budget, host_memory, device) as ready:
+    folder, given = Path(model), model
+    if "=" not in model and folder.is_dir() and not NAME.fullmatch(folder.resolve().name):  # nobody asks for it by name
+        given = f"model={model}"
+    with opened([given], budget, host_memory, device) as ready:
         (name,) = ready.fleet.models
         if name not in ready.chats:
             raise ConfigurationError(
