@@ -199,10 +199,13 @@ def test_a_finished_adapter_is_merged_and_not_trained_again(vb):
 def test_a_merged_model_that_is_older_than_its_adapter_is_not_taken_for_it(vb):
     train(vb, "base", "run", "--lora", "4", "--checkpoint-every", "1")
     output = vb("train", "--resume", "--out", "run", "--max-steps", "3", "--merge", "none")
-    assert "run/final is what an earlier --merge made, of another step" in output
+    assert "run/final is what an earlier --merge made, of step 2" in output
     refused = vb("generate", "--model", "run", "--prompt", "def ", *GREEDY, code=2)
-    assert "run/final is of step 2, and the adapter beside it of step 3: give --adapter run/adapter" in refused
-    assert vb("generate", "--model", "run/final", "--prompt", "def ", *GREEDY)
+    assert "run/final is of step 2, and the adapter beside it of step 3: name the one that you mean" in refused
+    older = vb("generate", "--model", "run/final", "--prompt", "def ", *GREEDY)
+    told = Path("run/adapter/trainer.json").rename("told")  # an adapter that does not say its step, as peft's
+    assert vb("generate", "--model", "run", "--prompt", "def ", *GREEDY) == older
+    told.rename("run/adapter/trainer.json")
     assert "nothing to do" in vb("train", "--resume", "--out", "run")  # neither its end nor its --merge is the old one
     vb("train", "--resume", "--out", "run", "--merge", "bf16")
     merged, over = (vb("generate", *what, "--prompt", "def ", *GREEDY) for what in (("--model", "run"), ADAPTER))
@@ -215,6 +218,10 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(vb):
     refused = vb("train", "--resume", "--out", "run", "--max-steps", "3", code=2)
     assert "run has finished its 2 steps, and kept no checkpoint to go on from: train what it made" in refused
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    Path("run/settings.json").unlink()  # nor are settings of a run that does not go on written
+    more = ("--lora", "4", "--checkpoint-every", "0", "--resume", "--max-steps", "3")
+    assert "kept no checkpoint" in train(vb, "base", "run", *more, code=2)
+    assert not Path("run/settings.json").exists()
     assert "--out base is the folder of --model: choose another" in train(vb, "base", "base", code=2)
 
 

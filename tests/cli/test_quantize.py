@@ -245,6 +245,11 @@ def test_refusals(source, tmp_path):
     with pytest.raises(ConfigurationError, match=r"what this command did not write \(eval\): move that away"):
         quantize_folder(source, tmp_path / "packed", "int8")
     (tmp_path / "packed" / "eval").rmdir()
+    manifest = (tmp_path / "packed" / "manifest.json").read_bytes()
+    (tmp_path / "packed" / "manifest.json").write_text('{"files": null}')
+    with pytest.raises(ConfigurationError, match="what this command did not write"):
+        quantize_folder(source, tmp_path / "packed", "int8")
+    (tmp_path / "packed" / "manifest.json").write_bytes(manifest)
     assert quantize_folder(source, tmp_path / "packed", "int8").layers
     shutil.rmtree(tmp_path / "packed")
     with pytest.raises(ConfigurationError, match="holds the model"):

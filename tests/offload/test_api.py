@@ -39,7 +39,7 @@ def test_a_streamed_model_tells_its_shares(make_stack: MakeStack):
 
 
 @pytest.mark.parametrize("update", ["host", "device", 0.4])
-def test_a_plan_says_how_much_waits_for_the_norm(update: str | float):
+def test_a_plan_says_how_much_waits_for_the_step(update: str | float):
     """From the optimizer on, and steps leave it as it was; less where RAM has less room for the way back."""
     shares = list[int]()
     for host_bytes in (8 << 20, 700 << 10):
@@ -49,12 +49,12 @@ def test_a_plan_says_how_much_waits_for_the_norm(update: str | float):
         )
         stack = VGPUStack({"levels": levels})
         enable_vgpu_stack_optimization(model, stack, placement="streamed", update=update)
-        assert "norm" not in model_plan(model)
+        assert "step()" not in model_plan(model)
         optimizer = vb.VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
         said = model_plan(model).splitlines()
-        (line,) = (line for line in said if "before the norm is known" in line)
+        (line,) = (line for line in said if "before step()" in line)
         shares.append(int(line.split("%")[0]))
-        assert line.endswith("before the norm is known" if shares[-1] == 100 else "known, the others after it")
+        assert line.endswith("before step()" if shares[-1] == 100 else "step(), the others after it")
         for step in range(3):
             DECODER.loss(model, step).backward()
             optimizer.step()
@@ -63,6 +63,15 @@ def test_a_plan_says_how_much_waits_for_the_norm(update: str | float):
         release(model)
         stack.close()
     assert shares[0] == 100 > shares[1] > 0
+
+
+def test_a_plan_says_nothing_of_updates_that_wait_for_a_scale(make_stack: MakeStack):
+    model = build(DECODER)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed")
+    optimizer = vb.VGPUAdamW(model.parameters(), update_in_backward=True, loss_scale=1024.0)
+    assert "before step()" not in model_plan(model)
+    optimizer.loss_scale = 1.0
+    assert "100% of the parameters are updated before step()" in model_plan(model)
 
 
 def test_a_resident_model_says_whose_operators_it_has(make_stack: MakeStack):

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.errors import ConfigurationError, CorruptData, VBError
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.hub import cached_or_fetched, is_hub_id
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
@@ -117,6 +117,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         base = f"its base, {named}" if named else "the folder of its base"
         raise ConfigurationError(f"{folder} holds an adapter and no model: give {base}")
     return read_json(folder / "config.json")
+
+
+def trained_steps(folder: Path) -> int | None:
+    """Of what ``vb train`` exported, the step; None where the folder does not say it."""
+    try:
+        state = read_json(folder / "trainer.json").get("state")
+    except VBError:
+        return None
+    step = state.get("step") if isinstance(state, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, first_intact, newest_complete, verify_folder
-from vblackwell.folders.folder import ADAPTER_CONFIG, find_folder, read_config, read_json, stored_dtype
+from vblackwell.folders.folder import (
+    ADAPTER_CONFIG,
+    find_folder,
+    read_config,
+    read_json,
+    stored_dtype,
+    trained_steps,
+)
 from vblackwell.folders.weights import build_on_meta, stays_fp32
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.generate.quantized import PackedWeights, Packing, open_folder, packing_over, refuse_unpacked
@@ -27,7 +34,7 @@ from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.layout.generation import workspace_bytes
 
 FINAL, ADAPTER = "final", "adapter"
-CHECKPOINTS, TRAINER = "checkpoints", "trainer.json"
+CHECKPOINTS = "checkpoints"
 
 
 def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
@@ -55,11 +62,12 @@ def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
     if found is None:
         raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
     if found == path / FINAL and path / ADAPTER in adapters:
-        merged, now = (read_json(each / TRAINER).get("state", {}).get("step") for each in (found, path / ADAPTER))
-        if merged != now:
+        merged, now = trained_steps(found), trained_steps(path / ADAPTER)
+        if None not in (merged, now) and merged != now:
+            anew = f"vb train --resume --out {path} --max-steps {now} --merge bf16"
             raise ConfigurationError(
-                f"{found} is of step {merged}, and the adapter beside it of step {now}: give --adapter {path / ADAPTER}"
-                f", or --model {found} for the older one (vb train --resume --out {path} --merge bf16 merges anew)"
+                f"{found} is of step {merged}, and the adapter beside it of step {now}: name the one that you mean, "
+                f"{path / ADAPTER} or {found}, or merge anew: {anew}"
             )
     return found, problems
 

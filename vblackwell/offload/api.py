@@ -249,7 +249,7 @@ def model_plan(model: nn.Module) -> str:
         ]
         if early is not None:
             rest = "" if share(early) == 1 else ", the others after it"
-            lines.append(f"{share(early):.0%} of the parameters are updated before the norm is known{rest}")
+            lines.append(f"{int(100 * share(early))}% of the parameters are updated before step(){rest}")
         lines += filter(None, [found["host_share"], found["graphs"]])
         if found["steps"]:
             lines.append(f"updates were rolled back in {found['rolled_back_steps']} of {found['steps']} steps")

@@ -265,18 +265,20 @@ class StepControl(Mover):
         self.host_updates.shadows.bring_pages(reversed(shadowed))
 
     @property
-    def early_groups(self) -> set[Group] | None:
-        """Those that are updated before the norm is known, or will be, as there is room for their way back; None where
-        the optimizer asks for no such updates, or for no way back.
+    def early_groups(self) -> list[Group] | None:
+        """Those that are updated before their step, or will be, as there is room for their way back; None where the
+        optimizer asks for no such updates, or for no way back.
         """
         source = self.source
-        if source is None or not (source.update_in_backward and source.undo):
+        if source is None or not (source.update_in_backward and source.undo) or source.loss_scale != 1.0:
             return None
-        if self._has_asked:
-            return set(self._may_undo)
-        plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
-        behind, shadowed = self.found.early(plan, source.accumulation_steps)
-        return {*behind, *shadowed}
+        found = self._may_undo
+        if not self._has_asked:
+            plan = replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
+            behind, shadowed = self.found.early(plan, source.accumulation_steps)
+            found = {*behind, *shadowed}
+        updated = [group for group in self._groups if all(source.hyper_of(slot) is not None for slot in group.slots)]
+        return [group for group in updated if group in found]
 
     # -- states that are a step behind ---------------------------------------------------------------------------------
 

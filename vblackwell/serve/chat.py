@@ -120,6 +120,8 @@ def chat_command(
                 text = input("> " if is_terminal else "").strip()
             except EOFError:
                 break
+            except UnicodeDecodeError as error:
+                raise ConfigurationError("standard input is not UTF-8 text") from error
             except KeyboardInterrupt:  # a line that was begun
                 print()
                 continue

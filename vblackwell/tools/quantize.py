@@ -8,7 +8,7 @@ one.
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.folders import compressed_tensors
 from vblackwell.folders.checked import LIMITS
 from vblackwell.folders.commit import MANIFEST, CommitFolder
@@ -416,6 +416,15 @@ class _Packer:
             self.on_layer(layer, len(report.layers), len(report.packed))
 
 
+def _written(target: Path) -> Iterable[str]:
+    """Files that the manifest of ``target`` has; none where it cannot be read."""
+    try:
+        files = read_json(target / MANIFEST).get("files")
+    except VBError:
+        files = None
+    return files if isinstance(files, dict) else ()
+
+
 def _check_target(source: Path, target: Path) -> None:
     if source.resolve() == target.resolve():
         raise ConfigurationError(f"--out {target} is the model itself: choose another folder")
@@ -426,7 +435,7 @@ def _check_target(source: Path, target: Path) -> None:
     if target.exists() and not ours and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--out {target} exists and was not written by this command: choose another folder")
     if ours:
-        written = {MANIFEST} | {name.partition("/")[0] for name in read_json(target / MANIFEST).get("files", {})}
+        written = {MANIFEST} | {name.partition("/")[0] for name in _written(target)}
         if strange := sorted(each.name for each in target.iterdir() if each.name not in written):
             shown = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
             raise ConfigurationError(

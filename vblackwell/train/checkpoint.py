@@ -32,6 +32,7 @@ from vblackwell.folders.folder import (
     save_model,
     stored_dtype,
     tensor_files,
+    trained_steps,
 )
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, save_adapter, whole_tensors, write_adapter
@@ -158,9 +159,9 @@ def exported_step(parent: Path) -> int | None:
     for exported in (parent / FINAL, parent / ADAPTER):
         try:
             commit.verify_folder(exported)
-            return read_json(exported / TRAINER).get("state", {}).get("step")
         except VBError:
             continue
+        return trained_steps(exported)
     return None
 
 

@@ -18,6 +18,7 @@ import torch
 from vblackwell.data.chat import ChatDataset
 from vblackwell.data.corpus import inspect_lines
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
+from vblackwell.folders.folder import trained_steps
 from vblackwell.generate.adapters import adapted
 from vblackwell.generate.generate import generate_batch, position_limit
 from vblackwell.generate.sampling import Sampling
@@ -94,7 +95,8 @@ def _as_begun(config: TrainConfig, folder: Path) -> tuple[TrainConfig, dict[str,
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
-    if config.out and config.model and Path(config.out).resolve() == Path(config.model).resolve():
+    into = not config.resume and config.out and config.model and Path(config.model).is_dir()
+    if into and Path(config.out or "").resolve() == Path(config.model or "").resolve():
         raise ConfigurationError(f"--out {config.out} is the folder of --model: choose another --out")
     folder = RunFolder(Path(config.out) if config.out else default_out(config.name), config.resume)
     cleanup.callback(folder.release)
@@ -116,18 +118,22 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         return _merge(prepared, folder, progress, stored, state)
     refuse_full_disk(folder.path, prepared.model, prepared.config)
     folder.create()
+    settings = _moved(config, stored)
     if stored is None:
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing", "seq_length", "precision")
         planned += ("vgpu_auto", "auto_batch_size", "auto_seq_length")
-        folder.write_settings(asdict(config) | {name: getattr(prepared.config, name) for name in planned})
-    return _run(prepared, folder, _moved(config, stored), progress, stop, cleanup)
+        settings = asdict(config) | {name: getattr(prepared.config, name) for name in planned}
+    return _run(prepared, folder, settings, progress, stop, cleanup)
 
 
 def _moved(config: TrainConfig, stored: dict[str, Any] | None) -> dict[str, Any] | None:
     """The settings to be kept of a resumed run that is to end elsewhere than ``stored`` says; None where it is not."""
     ends = {name: getattr(config, name) for name in ("max_steps", "epochs", "merge")}
-    moves = stored is not None and any(name in stored and stored[name] != value for name, value in ends.items())
-    return (stored or {}) | ends if moves else None
+    if stored is None or all(
+        stored.get(name, TrainConfig.__dataclass_fields__[name].default) == value for name, value in ends.items()
+    ):
+        return None
+    return stored | ends
 
 
 def _merge(
@@ -217,8 +223,8 @@ def _run(
     if dtype is None:
         later = f"vb train --resume --out {folder.path} --merge bf16"
         progress.say(f"model: not merged; to write with it: vb generate --adapter {adapter}; to merge it: {later}")
-        if folder.final.exists():
-            progress.say(f"{folder.final} is what an earlier --merge made, of another step")
+        if (step := trained_steps(folder.final)) not in (None, trainer.now.step):
+            progress.say(f"{folder.final} is what an earlier --merge made, of step {step}")
     else:
         export_final(folder.path, prepared, trainer.state())
         progress.say(f"model: {folder.final}{merged}")

@@ -130,7 +130,7 @@ class Preparation:
             return max(UNLIMITED_TOKENS if most is None else most, least)
         wanted = max(most or least, least)
         if length + (wanted if most != 0 else 0) > limit:  # one that is drawn for its prompt is not read
-            new = f" and {wanted} new ones" if wanted else ""
+            new = f" and {wanted} new ones" if wanted and most != 0 else ""
             said = f"{length} tokens{new} are more than the {limit} that {asked.model} reads"
             raise invalid(asked.source, said, "context_length_exceeded")
         return limit - length if most is None else wanted
