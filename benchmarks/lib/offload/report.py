@@ -95,8 +95,8 @@ def _memory_lines(ran: dict[str, Result]) -> list[str]:
 def _loss_lines(ran: dict[str, Result]) -> list[str]:
     lines = list[str]()
     for mine, other in (("streamed", "resident"), ("lines", "held")):
-        if mine in ran and other in ran:
-            pairs = list(zip(ran[mine].losses, ran[other].losses, strict=False))
+        if mine in ran and other in ran and (losses := (ran[mine].losses, ran[other].losses)) and all(losses):
+            pairs = list(zip(*losses, strict=False))
             worst = max(abs(one - two) for one, two in pairs)
             said = "bitwise equal" if worst == 0 else "not bitwise equal"
             lines.append(
