@@ -166,7 +166,7 @@ def exported_step(parent: Path) -> int | None:
 
 
 def _is_of_last_step(exported: Path, prepared: Prepared) -> bool:
-    return read_json(exported / TRAINER).get("state", {}).get("step") == prepared.config.max_steps
+    return trained_steps(exported) == prepared.config.max_steps
 
 
 def _read_trainer(found: Path, prepared: Prepared) -> dict[str, Any]:
