@@ -29,9 +29,11 @@ from vblackwell.offload import api
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.host_share import HostShare
-from vblackwell.offload.layout.forecast import FastestUpdates
+from vblackwell.offload.layout.forecast import FastestUpdates, fastest_updates
+from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.storage.storage import spaces_of
 
 MLP, DECODER, *_ = CASES
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -405,18 +407,27 @@ def test_what_fails_in_a_look_is_done_at_the_next():
 # -- and changes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize(("micro_batches", "faster"), [(1, 8.0), (1, 1 / 8), (2, 8.0)])
 def test_a_run_moves_updates_when_its_steps_show_another_rate(
-    micro_batches: int, faster: float, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+    micro_batches: int, faster: float, planned: bool, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
 ):
-    stream = api.stream
-    monkeypatch.setattr(api, "stream", lambda *args: stream(*args[:-1], lambda: (20e9, 2e9)))  # a GPU's link, the CPU
+    """That was told nothing, or that a plan for another copy of the model gave a share."""
+    stream, rates = api.stream, lambda: (20e9, 2e9)  # of a GPU's link, and of the CPU
     plain, model = build(DECODER), build(DECODER)
     stack = make_stack(512 << 10)
-    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    if planned:
+        updates = fastest_updates(build(DECODER), spaces_of(stack), StreamingOptions(), rates)
+        share = updates(micro_batches, True)
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update=share)
+        offload_of(model).share_by(updates)
+    else:
+        monkeypatch.setattr(api, "stream", lambda *args: stream(*args[:-1], rates))
+        enable_vgpu_stack_optimization(model, stack, placement="streamed")
     ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True, accumulation_steps=micro_batches)
     theirs, engine = torch.optim.AdamW(plain.parameters(), fused=True), offload_of(model)
-    shown = engine.host_share.rates[0][0] * faster
+    shown, shared = engine.host_share.rates[0][0] * faster, engine.host_share.place
+    assert not planned or shared == share
     monkeypatch.setattr(engine.host_share, "_updated", lambda: (int(shown * ours.num_steps_seen), ours.num_steps_seen))
     ours.num_steps_seen = 0  # a second a step
     places = list[list[str]]()

@@ -236,9 +236,10 @@ def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     forecast = Forecast(run, Machine(bounds, RATES, undo=undo), case.formats.masters)
     space = Space(((BATCH, case.micro_batches),), (False,), ("streamed",), states=(case.formats.states,))
     try:
-        choice = forecast.plan(space).choice
+        plan = forecast.plan(space)
     except (InsufficientMemory, Unsupported):
         return
+    choice = plan.choice
     placed = forecast.place(choice)
     assert isinstance(placed, Placed) and placed.step is not None and placed.choice == choice
     below = [bounds.host] + ([bounds.disk] if bounds.disk else [])
@@ -246,6 +247,9 @@ def test_a_gpu_is_planned_as_the_run_would_divide_it(number: int):
     updates = fastest_updates(model, levels, untold, lambda: (RATES.up_both, RATES.cpu_adamw))
     if not placed.step.lanes.uses_disk:  # where a plan tries one place for all as well
         assert updates(case.micro_batches, undo) == choice.update  # of a run that is told nothing
+    if plan.updates is not None:  # and by what the run looks at its share again
+        assert plan.updates(case.micro_batches, undo) == choice.update
+    assert (plan.updates is not None) == isinstance(choice.update, float)
     sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
     options = StreamingOptions(case.dtype, update=choice.update, formats=case.formats, **sizes)
     capacities = [choice.level0_bytes, *below]

@@ -16,6 +16,8 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.machine.facts import MemoryFacts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.api import offload_of
+from vblackwell.offload.layout.forecast import FastestUpdates
 from vblackwell.offload.state import export_state
 from vblackwell.train import prepare as prepare_module
 from vblackwell.train.auto import make_training_plan
@@ -128,6 +130,26 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
         expected = dict(drawn.named_parameters())
         assert list(found) == list(expected)
         assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_share_that_a_plan_chose_may_move_and_one_that_was_stated_stays(chosen, preset_corpus, monkeypatch):
+    """The plan is this machine's, with the share of a GPU's."""
+
+    def plan_of(*args):
+        plan = make_training_plan(*args)
+        updates = FastestUpdates({}, 0.0, 2e9, 0.5) if chosen else None
+        return replace(plan, choice=replace(plan.choice, update=0.5), updates=updates)
+
+    monkeypatch.setattr(prepare_module, "make_training_plan", plan_of)
+    shape = {"num_layers": 6, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    sizes = {"fast_memory": "192KiB", "host_memory": "8MiB", "disk_memory": 0, "placement": "streamed"}
+    config = TrainConfig(architecture=shape, seq_length=32, batch_size=2, max_steps=2, vgpu_auto=True, **sizes)
+    with ExitStack() as cleanup:
+        prepared = prepare(config, CPU, Progress(), StopRequest(), cleanup)
+        engine = offload_of(prepared.model)
+        assert engine.host_share.place == 0.5 and 0 < len(engine.level0.groups) < len(engine.groups)
+        assert engine.host_share.rates == ([(2e9, 0.5)] if chosen else [])
 
 
 @pytest.mark.parametrize("fits", [pytest.param(512, marks=pytest.mark.slow), 256])

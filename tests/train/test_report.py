@@ -41,7 +41,12 @@ def test_report_says_what_was_counted():
         assert part in text
     assert not re.search("arena|level|cpu|ssd|hit", text)
     report["gpu_peak_bytes"] = {"allocated": GiB, "reserved": 2 * GiB}
-    assert "1.00 GiB allocated, 2.00 GiB reserved" in "\n".join(report_lines(report))
+    report |= {"graph_bytes": MiB, "host_share": "the CPU's share: 0.3 of the updates by 2.00 G/s"}
+    text = "\n".join(report_lines(report))
+    assert "1.00 GiB allocated, 2.00 GiB reserved, of which CUDA graphs of layers 1.00 MiB, in no plan" in text
+    assert "\nthe CPU's share: 0.3 of the updates by 2.00 G/s\n" in text
+    report["graph_bytes"] = 0
+    assert "2.00 GiB reserved\n" in "\n".join(report_lines(report))
     # Of a resident run: one row, no column that is empty, nothing that did not happen.
     report |= {"placement": "resident", "links": [], "ssd_written_bytes": 0, "stall_seconds": 0.0, "stalled_share": 0.0}
     report["levels"][1]["peak_bytes"] = 0

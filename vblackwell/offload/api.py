@@ -82,6 +82,7 @@ def enable_vgpu_stack_optimization(
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves loads: a group that
             stays over the turn from forward to backward, or from backward to forward, is not loaded again. Default: a
             few groups; on a GPU, when steps have shown what they need, what they leave of level 0 up to 78 % of it.
+            CUDA graphs of layers may take what a stated size leaves of the process's cap.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`),
             or 'auto': in RAM, as far as that has room, where level 0 is a GPU.
         states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights;

@@ -419,6 +419,11 @@ class Offload:
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
+    def share_by(self, updates: FastestUpdates) -> None:
+        """Before there is an optimizer: let ``updates`` choose the host's share, as they did in the plan whose share
+        the model was placed with, and again by the rates of steps."""
+        self.host_share = HostShare(updates, self.stack.host_updates)
+
     def adopt_optimizer(self, optimizer: Any, slots: list[Slot]) -> None:
         """Give ``optimizer`` states for ``slots``: moments in storage, zero; all or nothing.
 
@@ -517,6 +522,7 @@ class Offload:
             "updated_early": None if (early := self.step_control.early_groups) is None else [g.name for g in early],
             "undo_bytes": self.step_control.shadow_bytes,
             "graphs": "" if self.step_control.graphs is None else self.step_control.graphs.about,
+            "graph_bytes": 0 if self.step_control.graphs is None else self.step_control.graphs.peak_bytes,
             "host_share": self.host_share.about,
             "steps": self.step_control.num_steps,
             "rolled_back_steps": self.step_control.num_rolled_back,

@@ -43,7 +43,8 @@ class StepControl(Mover):
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes)
-        self._spare = SpareMemory(self.weights, shared.stack) if found.takes_spare else None
+        most = found.spare_bytes
+        self._spare = None if most is None else SpareMemory(self.weights, shared.stack, most)
         self.graphs = None if self._spare is None else self._spare.graphs
         # Where no update begins before the step, no weights are locked any more when the last gradients come: these
         # have their places.

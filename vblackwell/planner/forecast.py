@@ -180,7 +180,8 @@ class Forecast:
             return plan
         again = self.predict(plan.choice, in_full=True)
         assert not isinstance(again, Lacking), "it fitted a moment ago"
-        return replace(plan, prediction=again[1])
+        chosen = "auto" in space.updates and isinstance(plan.choice.update, float)
+        return replace(plan, prediction=again[1], updates=self._updates_of(plan.choice) if chosen else None)
 
     def choices(self, space: Space) -> list[Choice]:
         """Those of ``space``. Where 'auto' says nothing of what bounds a step, all updates in one place are tried too:
@@ -205,12 +206,15 @@ class Forecast:
         """``choice`` with a stated update: for 'auto' that which a run on a GPU would choose. Raises as `place`."""
         if choice.update != "auto":
             return choice
-        formats, update = Formats(choice.states, self._masters), "device"
+        update: Update = "device"
         if choice.placement == "streamed" and choice.states == "fp32":
-            waiting = self._input_bytes(choice) * self._num_blocks(choice) if choice.activations == "host" else 0
-            updates = self._updates(self.machine, choice.checkpointing, formats, waiting)
-            update = updates(choice.accumulation_steps, self.machine.undo)
+            update = self._updates_of(choice)(choice.accumulation_steps, self.machine.undo)
         return replace(choice, update=update)
+
+    def _updates_of(self, choice: Choice) -> FastestUpdates:
+        waiting = self._input_bytes(choice) * self._num_blocks(choice) if choice.activations == "host" else 0
+        formats = Formats(choice.states, self._masters)
+        return self._updates(self.machine, choice.checkpointing, formats, waiting)
 
     def _fastest_updates(self, machine: Machine, checkpointing: bool, formats: Formats, waiting: int) -> FastestUpdates:
         bounds, rates = machine.bounds, machine.rates

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from vblackwell.errors import InsufficientMemory, as_typed
+from vblackwell.offload.layout.forecast import FastestUpdates
 from vblackwell.units import format_bytes, format_seconds
 
 ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
@@ -156,7 +157,8 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice; others that fit, fastest first; what lacked what; how many arithmetic alone ruled out."""
+    """The choice; others that fit, fastest first; what lacked what; how many arithmetic alone ruled out; what chose
+    the CPU's share of the updates, where that was chosen."""
 
     choice: Choice
     prediction: Prediction
@@ -166,6 +168,7 @@ class Plan:
     bounds: Bounds
     rates: str = ""
     has_gpu: bool = True
+    updates: FastestUpdates | None = field(default=None, compare=False, repr=False)
 
     def lines(self) -> list[str]:
         best, has_gpu = self.prediction, self.has_gpu

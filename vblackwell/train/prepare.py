@@ -29,6 +29,7 @@ from vblackwell.nn.convert.training import checkpoint_layers, training_loss
 from vblackwell.nn.decoder.config import find_preset
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.groups import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
@@ -236,6 +237,9 @@ def _prepare(
         initialize=found.initialize,
         **({} if plan is None else planned_sizes(plan)),
     )
+    engine = offload_of(model)
+    if plan is not None and plan.updates is not None and isinstance(engine, Offload):
+        engine.share_by(plan.updates)
     if packs and not isinstance(model, Decoder):
         reason = why_not_apart(model, found.config["vocab_size"], device)
         if reason is not None:

@@ -283,6 +283,8 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
         "levels": levels,
         "links": stats["links"],
         "host_updates": stats["host_updates"],
+        "host_share": summary.get("host_share", ""),
+        "graph_bytes": summary.get("graph_bytes", 0),
         "stall_seconds": stats["stall_seconds"],
         "stalled_share": stats["stall_seconds"] / max(run["seconds"], 1e-9),
         "ssd_written_bytes": sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd")),
@@ -291,15 +293,15 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
 
 def compare(plan: Plan, report: dict[str, Any], steps: list[tuple[float, bool]]) -> dict[str, Any]:
     """The plan's choice, and what it predicted next to what ``report`` and the ``steps`` have (tokens/s, and whether
-    each clipped): of the GPU what torch reserved, or of the arena; of the stack's RAM level what it held; the speed of
-    steps that clip where most of them did.
+    each clipped): of the GPU what torch reserved, without what graphs of layers hold, or of the arena; of the stack's
+    RAM level what it held; the speed of steps that clip where most of them did.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
     steady = steps[2:] or steps  # a run's first steps are slower than the others
     clipped = sum(clips for _, clips in steady) / max(1, len(steady))
     level0, *below = report["levels"]
     measured = {
-        "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"],
+        "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"] - report["graph_bytes"],
         "host_bytes": sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu")),
         "tokens_per_second": statistics.median(speed for speed, _ in steady) if steady else None,
     }
@@ -344,6 +346,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         "",
         f"placement: {report['placement']} ({_PLACEMENTS[report['placement']]}), {report['groups']} layer groups",
         f"AdamW: {formats['states']} states, {formats['masters']} masters{on_cpu}",
+        *filter(None, [report["host_share"]]),
     ]
     if streamed:
         waited, share = format_seconds(report["stall_seconds"]), report["stalled_share"]
@@ -352,7 +355,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}")
     if peak is not None:
         allocated, reserved = format_bytes(peak["allocated"]), format_bytes(peak["reserved"])
-        lines.append(f"GPU at the peak, activations included: {allocated} allocated, {reserved} reserved")
+        graphs = format_bytes(report["graph_bytes"])
+        beside = f", of which CUDA graphs of layers {graphs}, in no plan" if report["graph_bytes"] else ""
+        lines.append(f"GPU at the peak, activations included: {allocated} allocated, {reserved} reserved{beside}")
     lines.append(f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak")
     if "plan" not in report:
         return lines

@@ -45,6 +45,7 @@ from vblackwell.offload.movement import spare
 from vblackwell.offload.movement.activations import Boundary
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.units import format_bytes
 
 MUCH = 1 << 40
 
@@ -246,14 +247,35 @@ def test_where_memory_is_short_layers_are_launched_and_that_is_told(fused, monke
 
     model = accelerated("Llama")
     monkeypatch.setattr(layer_graphs, "_Graphs", refuse)
-    with pytest.warns(UserWarning, match="launched kernel by kernel.*OutOfMemoryError: of the GPU"):
-        graphs = graphed(model, **batch())
+    graphs = graphed(model, **batch())
     assert not graphs._graphs and graphs.num_bytes == 0
-    why = "they cannot be captured: OutOfMemoryError: of the GPU"
+    why = f"a graph needs more of the GPU than the {format_bytes(MUCH)} that steps leave it"
     assert graphs.about == f"layers are launched kernel by kernel: {why}"
     graphs.drop()
     assert graphs.about == ""
     assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
+
+
+@on_the_cpu
+def test_what_attention_raises_is_a_reason_to_launch_and_a_warning(fused, monkeypatch):
+    def refuse(*given: Any) -> None:
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(layer_graphs, "_Graphs", refuse)
+    with pytest.warns(UserWarning, match="launched kernel by kernel.*RuntimeError: not while capturing"):
+        graphs = graphed(accelerated("Llama"), **batch())
+    assert not graphs._graphs and "RuntimeError: not while capturing" in graphs.about
+
+
+@on_the_cpu
+def test_where_steps_leave_nothing_none_is_tried(fused, monkeypatch):
+    model, graphs = accelerated("Llama"), LayerGraphs()
+    monkeypatch.setattr(layer_graphs, "_Graphs", lambda *given: pytest.fail("tried"))
+    for _ in range(2):
+        step(model, graphs, batch())
+    graphs.allow(0)
+    step(model, graphs, batch())
+    assert graphs.about == "layers are launched kernel by kernel: steps leave no memory for graphs"
 
 
 @on_the_cpu
@@ -530,9 +552,10 @@ def test_a_capture_that_a_wait_ends_leaves_the_allocator_as_it_was():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_streamed_layers_in_graphs_train_to_the_same_bits(name, monkeypatch):
-    """Whether they would save time, and steps are steady, is not asked: other processes use the GPU meanwhile."""
+@pytest.mark.parametrize(("name", "weight_bytes"), [("Llama", None), ("GPT2", None), ("Llama", "4MiB")])
+def test_streamed_layers_in_graphs_train_to_the_same_bits(name, weight_bytes, monkeypatch):
+    """With weights of a stated size too, as plans state it. Whether they would save time, and steps are steady, is not
+    asked: other processes use the GPU meanwhile."""
     monkeypatch.setattr(spare, "STEADY", 1)
     monkeypatch.setattr(spare, "LINK_BUSY", 1e9)
     monkeypatch.setattr(layer_graphs._Launched, "waits_for_host", True)
@@ -549,7 +572,7 @@ def test_streamed_layers_in_graphs_train_to_the_same_bits(name, monkeypatch):
                         patch.setattr(LayerGraphs, "allow", lambda self, num_bytes: None)
                     torch.manual_seed(0)
                     model = GPT2LMHeadModel(GPT2Config(**gpt2)) if name == "GPT2" else family(name, **sizes)
-                    runs.append(trained(model, steps=14))
+                    runs.append(trained(model, 14, weight_bytes))
     finally:
         torch.use_deterministic_algorithms(False)
     (graphs, losses, weights), (none, right_losses, right_weights) = runs
@@ -558,13 +581,14 @@ def test_streamed_layers_in_graphs_train_to_the_same_bits(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(weights, right_weights, strict=True))
 
 
-def trained(model: nn.Module, steps: int) -> tuple[list[Any], list[float], list[torch.Tensor]]:
+def trained(
+    model: nn.Module, steps: int, weight_bytes: str | None
+) -> tuple[list[Any], list[float], list[torch.Tensor]]:
     """Graphs, losses and weights of a model that streams under 1 GiB."""
     device = torch.device("cuda")
     with create_vgpu_stack("1GiB", "2GiB", device=device, cap_process=False) as stack:
-        model = enable_vgpu_stack_optimization(
-            checkpointed(model), stack, placement="streamed", compute_dtype=torch.bfloat16
-        )
+        how: Any = {"placement": "streamed", "compute_dtype": torch.bfloat16, "weight_bytes": weight_bytes}
+        model = enable_vgpu_stack_optimization(checkpointed(model), stack, **how)
         optimizer, losses = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True, max_grad_norm=1.0), []
         for seed in range(steps):
             ids = torch.randint(0, 512, (2, 256), generator=torch.Generator().manual_seed(seed)).to(device)

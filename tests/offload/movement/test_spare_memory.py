@@ -37,7 +37,7 @@ class World:
     """A GPU of which a step takes `STATES`, what weights may take, and as much as its forward's batch has tokens, and
     an allocator that keeps what it has reserved."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, most_bytes: int = CAPACITY) -> None:
         self.budget, self.reserved, self.begun = PLANNED, 0, list[int]()
         world = self
         self.busy, self.time, self.link = 0.0, 0.0, 0.0  # a step takes a second, in which the link works so long
@@ -51,7 +51,7 @@ class World:
         patch.setattr(torch.cuda, "memory_allocated", lambda device: world.held)
         patch.setattr(torch.cuda, "empty_cache", lambda: setattr(world, "reserved", world.held))
         patch.setattr(spare_module, "gpu_bytes_left", lambda device: CAPACITY - world.held)
-        self.spare = SpareMemory(weights, self.stack)
+        self.spare = SpareMemory(weights, self.stack, most_bytes)
 
     @property
     def held(self) -> int:
@@ -126,6 +126,21 @@ def test_graphs_come_first_and_weights_get_the_rest(world: World, held: int, kep
     assert world.steps(1, ids(4, 64)) == max(PLANNED, grown(256) - kept)
     world.forward(ids(5, 64))
     assert world.begun[-1] == PLANNED and world.spare.graphs.num_bytes == 0
+
+
+def test_weights_of_a_stated_size_keep_it_and_graphs_have_what_is_beside_level_0(monkeypatch: pytest.MonkeyPatch):
+    """As a plan states it, whose level 0 its weights and states fill."""
+    world, allowed = World(monkeypatch, most_bytes=0), list[int]()
+    monkeypatch.setattr(Level0, "used_bytes", CAPACITY)
+    world.spare.graphs.allow = allowed.append  # type: ignore[method-assign]
+    assert world.steps(STEADY + FILLING + WATCHED + 1, ids(4, 64)) == PLANNED
+    assert allowed == [CAPACITY - STATES - PLANNED - 256 - int(UNUSED * CAPACITY)]
+    assert set(world.begun) == {PLANNED}
+
+
+@pytest.mark.parametrize("most", [1, 50, CAPACITY])
+def test_weights_get_no_more_than_they_may(monkeypatch: pytest.MonkeyPatch, most: int):
+    assert World(monkeypatch, most).steps(1 + STEADY, ids(4, 64)) == min(PLANNED + most, grown(256))
 
 
 OTHERS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -227,10 +242,10 @@ def test_training_has_the_same_bits_with_it(make_stack: MakeStack, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(spare_module, "gpu_bytes_left", lambda device: 1 << 30)
     place, found = engine_module.place_streamed, []
-    for takes_spare in (False, True):
+    for spare_bytes in (None, 0, 1 << 20):
 
-        def placed(*args: Any, takes_spare: bool = takes_spare) -> Any:
-            return replace(place(*args), takes_spare=takes_spare, budget_bytes=20_000)
+        def placed(*args: Any, spare_bytes: int | None = spare_bytes) -> Any:
+            return replace(place(*args), spare_bytes=spare_bytes, budget_bytes=20_000)
 
         monkeypatch.setattr(engine_module, "place_streamed", placed)
         torch.manual_seed(0)
@@ -243,8 +258,8 @@ def test_training_has_the_same_bits_with_it(make_stack: MakeStack, monkeypatch: 
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        assert (engine.weights.budget_bytes > 8 * 64 * 65 * 4) is takes_spare
+        assert (engine.weights.budget_bytes > 8 * 64 * 65 * 4) is bool(spare_bytes)
         model(torch.zeros(5, 64))
         assert engine.weights.budget_bytes == 20_000
         found.append(losses)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

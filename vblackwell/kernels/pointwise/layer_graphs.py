@@ -234,7 +234,7 @@ class LayerGraphs:
         self._steps = deque[dict[Hashable, _Launched]](maxlen=2)
         self._step = defaultdict[Hashable, _Launched](_Launched)
         self._wanted: set[Hashable] = set()
-        self._limit = self._held = 0
+        self._limit = self._held = self.peak_bytes = 0  # the most that they held, those that were only tried included
         self.shared: dict[Hashable, Any] = {}  # what layers of one forward have in common: their callers' notes
         # By kind of foreign layers the number of their weights; None where they draw numbers or keep something.
         self.alone: dict[Hashable, int | None] = {}
@@ -280,6 +280,8 @@ class LayerGraphs:
         both = set.intersection(*map(set, self._steps)) if len(self._steps) > 1 else set()
         self._wanted = {kind for kind in both if self._steps[-1][kind].waits_for_host}
         self.declined = "the GPU does not wait for the host" if both and not self._wanted else ""
+        if self._wanted and num_bytes <= 0:
+            self._wanted, self.declined = set(), "steps leave no memory for graphs"
         self._limit = num_bytes if self._wanted else 0
 
     def drop(self) -> None:
@@ -342,6 +344,7 @@ class LayerGraphs:
                 launched = self._steps[-1][kind]
                 pays = graphs.seconds(*given) < launched.seconds / max(1, launched.layers)
                 held = max(0, self._reserved(x.device) - before)
+                self.peak_bytes = max(self.peak_bytes, self._held + held)
             else:
                 graphs, pays, held = _Graphs(passes, *given, None), True, 0
             left = self._limit - self._held
@@ -356,7 +359,9 @@ class LayerGraphs:
                 )
             else:
                 self.declined = "a replay takes the host as long"
-        except Exception as error:  # no memory, or whatever a foreign attention raises: a reason to launch it
+        except torch.OutOfMemoryError:
+            self.declined = f"a graph needs more of the GPU than the {format_bytes(self._limit)} that steps leave it"
+        except Exception as error:  # whatever a foreign attention raises: a reason to launch it
             told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self.declined = f"they cannot be captured: {told}"
             warnings.warn(f"layers are launched kernel by kernel, as {self.declined}", stacklevel=2)

@@ -110,7 +110,8 @@ class StreamedPlacement:
     ring_bytes: int  # of level 0, through which their states pass
     max_locked: int  # groups whose weights an update holds on level 0 until they are stored
     max_in_flight: int  # gradients on level 0, the one that fills and those that leave
-    takes_spare: bool  # weights may have what steps turn out to leave of level 0
+    # What weights may have in addition of what steps turn out to leave of level 0; None: steps are not watched.
+    spare_bytes: int | None
     able: list[Group]  # to be updated on level 0
 
     def updated(self, update: str | float) -> "StreamedPlacement":
@@ -224,8 +225,8 @@ def place_groups(
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)
-    takes_spare = on_gpu and options.weight_bytes is None and bool(trainable)
-    places_of = (max_locked, max_in_flight, takes_spare, able)
+    spare_bytes = (0 if options.weight_bytes is not None else free) if on_gpu and trainable else None
+    places_of = (max_locked, max_in_flight, spare_bytes, able)
     return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring, *places_of)
 
 

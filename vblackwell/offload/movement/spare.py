@@ -26,7 +26,8 @@ MOST_KINDS = 64  # of forwards that are remembered
 
 
 class SpareMemory:
-    """Lets the loaded weights of one model have what its steps leave of level 0, up to `FILLED`: that saves loads.
+    """Lets the loaded weights of one model have what its steps leave of level 0, up to `FILLED` and to ``most_bytes``
+    (0: what they have was stated or planned): that saves loads.
 
     When `STEADY` steps have reserved next to nothing new, the most that torch has held is what a step needs. A forward
     may need more whose inputs are larger in some dimension than all before, or that differs in its arguments, in
@@ -40,8 +41,9 @@ class SpareMemory:
     known then, so that they may have all but `UNUSED`.
     """
 
-    def __init__(self, weights: WeightStreamer, stack: VGPUStack) -> None:
+    def __init__(self, weights: WeightStreamer, stack: VGPUStack, most_bytes: int) -> None:
         self._weights, self._stack, self._planned = weights, stack, weights.budget_bytes
+        self._most_bytes = most_bytes
         self.graphs = LayerGraphs()
         self._seen: dict[Hashable, list[list[int]]] = {}  # sizes of inputs, by what else a forward's memory goes by
         self._reserved = self._used = 0  # the most that was with the planned budget, in all of the GPU and of level 0
@@ -112,7 +114,9 @@ class SpareMemory:
         if self._steps == STEADY:
             level0, device = self._stack.levels[0], self._stack.level0_device
             total = gpu_bytes_left(device) + torch.cuda.memory_allocated(device)
-            self._left = max(0, min(total - self._reserved, level0.capacity_bytes - self._used))
+            # What was planned has a level 0 of its weights and states alone, which they fill, and graphs are beside it.
+            room = level0.capacity_bytes - self._used if self._most_bytes else total
+            self._left = max(0, min(total - self._reserved, room))
             self._may_capture = self._links_wait()
             if not self._may_capture:
                 self.graphs.declined = "steps wait for the link"
@@ -121,7 +125,7 @@ class SpareMemory:
 
     def _grant(self) -> None:
         rest = self._left - int((1 - FILLED) * self._stack.levels[0].capacity_bytes) - self.graphs.num_bytes
-        self._weights.rebudget(self._planned + max(0, rest))
+        self._weights.rebudget(self._planned + min(self._most_bytes, max(0, rest)))
 
 
 def _kind_and_sizes(inputs: Any, *, training: bool) -> tuple[Hashable, list[int]]:
