@@ -319,7 +319,7 @@ def test_stress_with_delays_everywhere(
     assert bool(stayed) or max_norm != 1e-2, "no gradient stayed on level 0"
 
 
-@pytest.mark.parametrize("redone", ["every", "some", "no"])
+@pytest.mark.parametrize("redone", ["every", "some", "no", "some, and is not begun after two in a row"])
 @pytest.mark.parametrize(
     ("update", "dtype"),
     [("device", torch.bfloat16), ("device", None), ("host", torch.bfloat16), ("host", None), (0.4, torch.bfloat16)],
@@ -332,7 +332,8 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
     """
     monkeypatch.setattr(placement_module, "early_groups", lambda groups, able, *_: (list(able), []))
     chance = random.Random(0)
-    clips = [redone == "every" or (redone == "some" and chance.random() < 0.5) for _ in range(20)]
+    clips = [redone == "every" or (redone.startswith("some") and chance.random() < 0.5) for _ in range(20)]
+    follows = "not begun" in redone
 
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
@@ -345,7 +346,7 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
                 copy.deepcopy(initial), stack, placement="streamed", compute_dtype=dtype, update=update
             )
             engine = offload_of(model)
-            engine.step_control.follow_clipping = False  # speculate on, whatever the last step was
+            engine.step_control.follow_clipping = follows  # or speculate on, whatever the last step was
             optimizer = VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1e3, update_in_backward=early)
             with late(chance) if early else nullcontext():
                 for step, clip in enumerate(clips):
@@ -357,10 +358,12 @@ def test_stress_with_delays_of_states_that_are_a_step_behind(
                     optimizer.step()
                     behind.append(sum(state.behind is not None for state in engine.states.values()))
                     optimizer.zero_grad()
-            assert engine.summary()["rolled_back_steps"] == early * sum(clips)
+            rolled_back = engine.summary()["rolled_back_steps"]
+            assert 0 < rolled_back < sum(clips) if early and follows else rolled_back == early * sum(clips)
             held = {name: {key: each.clone() for key, each in found.items()} for name, found in export_state(model)}
             release(model)
-        assert all(bool(count) == (early and not clip) for count, clip in zip(behind, clips, strict=True)), behind
+        pairs = zip(behind, clips, strict=True)
+        assert follows or all(bool(count) == (early and not clip) for count, clip in pairs), behind
         runs.append((losses, held))
     (losses, held), (early_losses, early_held) = runs
     assert losses == early_losses

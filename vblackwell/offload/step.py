@@ -37,7 +37,8 @@ class StepControl(Mover):
     Attributes:
         steps: of each parameter that a step, or an update before it, has asked for. source: the `VGPUAdamW`.
         num_steps, num_rolled_back: steps that came, and those in which updates that had begun before were rolled back.
-        follow_clipping: a step that clipped is likely followed by another, whose early updates are in vain. Speed only.
+        follow_clipping: a step that clipped is taken to be followed by another, whose early updates are in vain, if the
+            last one was. Speed only.
     """
 
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
@@ -66,7 +67,7 @@ class StepControl(Mover):
         self.steps: dict[Slot, int] = {}
         self.source: Any = None
         self.follow_clipping = True
-        self._clipped = False
+        self._clipped = self._clips_often = False  # the last step; and what followed the last that did
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
         self._may_undo = set[Group]()  # groups that have room for a rollback
@@ -193,7 +194,7 @@ class StepControl(Mover):
     @property
     def _clips_again(self) -> bool:
         """Whether the coming step is expected to clip: its updates begin when the norm is known."""
-        return self._clipped and self.follow_clipping
+        return self._clipped and self._clips_often and self.follow_clipping
 
     def gradient_sent(self, group: Group) -> None:
         """The group's gradient is on its way; update after it if that was asked for and is possible."""
@@ -572,6 +573,8 @@ class StepControl(Mover):
             self.level0.end_step()
         self._end_step()
         self._open_window = False
+        if self._clipped:
+            self._clips_often = factor is not None
         self._clipped = factor is not None
 
     def skip_step(self) -> None:
