@@ -72,10 +72,15 @@ def goal_header(what: str = "ratio") -> str:
     return f"{what:{WIDTH}}{'value':>9}{'floor':>8}{'aim':>8}"
 
 
-def goal_line(words: str, value: float, floor: float | None = None, aim: float | None = None) -> str:
-    """``words`` and ``value``, of which more is better, and whether ``floor`` and ``aim`` are met where there are."""
+def goal_line(
+    words: str, value: float, floor: float | None = None, aim: float | None = None, *, less: bool = False
+) -> str:
+    """``words`` and ``value``, of which more (or ``less``) is better, and whether ``floor`` and ``aim`` are met where
+    there are."""
     goals = "".join(f"{'' if goal is None else f'{goal:.3g}':>8}" for goal in (floor, aim))
-    missed, met = floor is not None and not value >= floor, aim is not None and value >= aim
+    sign = -1 if less else 1
+    missed = floor is not None and not sign * value >= sign * floor
+    met = aim is not None and sign * value >= sign * aim
     said = "MISSED" if missed else "aim met" if met else "" if floor is None else "floor met"
     return f"{words:{WIDTH}}{value:9.3f}{goals}  {said}".rstrip()
 

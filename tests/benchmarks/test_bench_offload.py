@@ -80,13 +80,23 @@ def test_a_limit_of_ram_is_the_system_s(bench, tmp_path, system):
     assert result.status == "failed" and result.error.startswith("InsufficientMemory"), result
 
 
+def said_of(results: list) -> dict[str, str]:
+    """By the words of each line of ratios what is said of its value; without either the value."""
+    from benchmarks.lib.offload.case import Case
+    from benchmarks.lib.offload.report import ratio_lines
+
+    lines = ratio_lines(results, Case("lines"))[1:]
+    return {line[:66].strip(): line[66:].strip().split("  ")[-1] for line in lines}
+
+
 def test_losses_are_compared_with_those_of_what_is_held(bench):
-    from benchmarks.lib.offload.case import Result
+    from benchmarks.lib.offload.case import Case, Result
 
     ran = [Result("lines", losses=[2.0, 1.5]), Result("held", losses=[2.0, 1.25])]
-    said = bench.ratio_lines(ran, clipped=False)[-1]
+    said = bench.ratio_lines(ran, Case("lines"))[-1]
     assert said == "losses of 2 steps, lines against held: largest difference 0.25, not bitwise equal"
-    assert "bitwise equal" in bench.ratio_lines([ran[0], replace(ran[1], losses=[2.0, 1.5])], clipped=False)[-1]
+    equal = [ran[0], replace(ran[1], losses=[2.0, 1.5])]
+    assert bench.ratio_lines(equal, Case("lines"))[-1].endswith(" 0, bitwise equal")
 
 
 def test_the_data_are_the_chain_they_say(bench):
@@ -167,28 +177,97 @@ def test_a_part_of_a_draw_is_what_the_whole_has_there(bench, tmp_path, capsys):
 
 def test_ratios_know_floor_and_aim(bench):
     from benchmarks.lib.offload.case import Result
-    from benchmarks.lib.offload.report import ratio_lines
 
-    def result(system: str, speed: float, reserved: int, losses: list[float], tokens: int = 1) -> Result:
-        return Result(system, tokens=tokens, tokens_per_second=speed, peak_reserved=reserved, losses=losses)
+    def result(system: str, speed: float, reserved: int, losses: list[float], clipped: float | None = None) -> Result:
+        return Result(system, tokens_per_second=speed, peak_reserved=reserved, losses=losses, clipped_share=clipped)
 
     ran = [result("plain", 100, 80, [1.0]), result("resident", 120, 60, [2.0]), result("streamed", 96, 10, [2.5])]
-    found = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran, clipped=False)[1:]}
+    found = said_of(ran)
     assert found["streamed, tokens/s over plain"] == "floor met"
     assert found["streamed, tokens/s over resident"] == "MISSED"
     assert found["resident, tokens/s over plain"] == "floor met"
     assert found["peak reserved GPU memory, plain over streamed"] == "floor met"
-    clipped = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran[::2], clipped=True)[1:]}
+    clipped = said_of([*ran[:2], replace(ran[2], clipped_share=1.0)])
     assert clipped["streamed, tokens/s over plain"] == "floor met"
-    against_resident = [line for line in ratio_lines(ran, clipped=True) if "over resident" in line]
-    assert [line.split()[-1] for line in against_resident] == ["0.800"], "no floor is known there"
-    for tokens, said in ((8192, "floor met"), (16384, "MISSED"), (4096, "0.500")):  # floors are of tokens a step
-        pair = [result("held", 100, 80, [], tokens), result("lines", 50, 8, [], tokens)]
-        assert ratio_lines(pair, clipped=False, shape="6.7B")[1].endswith(said)
-        for other in ({"shape": "2.70B"}, {"shape": "6.7B", "limit": 1e9}):  # nothing was asked for there
-            assert ratio_lines(pair, clipped=False, **other)[1].endswith("0.500")
-    failed = [Result("plain", "failed"), ran[2]]
-    assert len(ratio_lines(failed, clipped=False)) == 1, "no ratio to what did not run"
+    assert clipped["streamed, tokens/s over resident"] == "0.800", "no floor is known there"
+    assert len(said_of([Result("plain", "failed"), ran[2]])) == 0, "no ratio to what did not run"
+
+
+@pytest.mark.parametrize(
+    ("limit", "share", "speed", "said"),
+    [
+        (None, None, 124, ("MISSED", None)),
+        (None, None, 141, ("aim met", None)),
+        (1.0, 0.1, 121, ("floor met", "MISSED")),
+        (1.0, 0.0, 139, ("aim met", "aim met")),
+        (1.0, 0.5, 110, ("1.100", "0.786")),  # nothing was asked for there
+        (1e-3, 1.0, 94, ("MISSED", "0.671")),
+    ],
+)
+def test_the_three_lines_are_asked_for_what_fits_how_often_they_clip(limit, share, speed, said):
+    from benchmarks.lib.offload.case import Case, Result
+    from benchmarks.lib.offload.report import ratio_lines
+
+    free = Result("lines", tokens_per_second=140, peak_reserved=8 * 10**9)
+    one = replace(free, tokens_per_second=speed, max_grad_norm=limit, clipped_share=share)
+    ran = [Result("plain", tokens_per_second=100, peak_reserved=64 * 10**9), *([] if limit is None else [free]), one]
+    lines = ratio_lines(ran, Case("lines"))
+    of_one = lines[max(number for number, line in enumerate(lines) if line.startswith("three lines")) :]
+    words = "no clipping" if limit is None else f"limit {limit:g}, which {share:.0%} of the steps exceed"
+    assert of_one[0] == f"three lines, {words}:"
+    values = {line[:66].strip(): line.split("  ")[-1].strip() for line in of_one}
+    assert (values["over plain"], values.get("over the same without clipping")) == said
+    assert values["reserved GPU memory, plain over it"] == "floor met"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "free", "clipping"), [(8192, "floor met", "aim met"), (16384, "MISSED", "floor met")]
+)
+def test_floors_over_what_is_held_are_of_tokens_a_step(tokens, free, clipping):
+    from benchmarks.lib.offload.case import SHAPES, Case, Result
+    from benchmarks.lib.offload.report import ratio_lines
+
+    held = Result("held", tokens=tokens, tokens_per_second=100)
+    ours = Result("lines", tokens=tokens, tokens_per_second=50)
+    limited = replace(ours, max_grad_norm=1e9, clipped_share=0.0)
+
+    def said(case: Case) -> list[str]:
+        lines = ratio_lines([held, ours, limited], case)
+        return [line.split("  ")[-1].strip() for line in lines if "where all fits" in line]
+
+    assert said(Case("lines", shape="6.7B")) == [free, clipping]
+    for other in (Case("lines"), Case("lines", shape="6.7B", drawn=SHAPES["6.7B"])):  # nothing was asked for there
+        assert said(other) == ["0.500", "0.500"]
+
+
+def test_of_bytes_and_seconds_less_is_better():
+    from benchmarks.lib.results import goal_line
+
+    ends = [goal_line("bytes", value, 27.0, 25.0, less=True).split("  ")[-1] for value in (28.0, 26.0, 24.0)]
+    assert ends == ["MISSED", "floor met", "aim met"]
+
+
+def test_one_batch_of_so_many_is_a_bad_one():
+    from benchmarks.lib.offload.data import token_batches
+
+    tokens = token_batches(64, 2, 8, 20, 0, 10)
+    same = (tokens == tokens[:, :, :1]).all(dim=(1, 2))
+    assert same.nonzero().flatten().tolist() == [9, 19]
+    assert torch.equal(tokens[~same], token_batches(64, 2, 8, 20, 0)[~same])
+
+
+@pytest.mark.slow
+def test_steps_that_clip_are_counted(bench, tmp_path, capsys):
+    """Three limits in one command, the middle one between the norms of usual batches and of the bad one."""
+    asked = words(tmp_path, "--steps", "10", "--max-grad-norm", "none,3,1e-6", "--learning-rate", "1e-5")
+    plain, free, some, each = bench.main(asked)
+    assert [result.system for result in (plain, free, some, each)] == ["plain", "lines", "lines", "lines"]
+    assert (free.clipped_share, some.clipped_share, each.clipped_share) == (None, 0.1, 1.0), some.grad_norms
+    assert some.tokens_per_second == pytest.approx(10 * some.tokens / sum(some.step_seconds))
+    said = capsys.readouterr().out
+    assert "three lines, limit 3, which 10% of the steps exceed:" in said and "1 of 10 measured steps clipped" in said
+    assert "lines 1e-06" in said and "over the same without clipping" in said
+    assert [row["max_grad_norm"] for row in rows(tmp_path)] == ["", "", "3.0", "1e-06"]
 
 
 def test_a_csv_grows_by_columns(bench, tmp_path):

@@ -114,6 +114,7 @@ class Case:
         seq, batch: tokens in a sequence, sequences in a forward. accumulation: forwards and backwards in a step.
         warmup, steps: unmeasured and measured steps.
         max_grad_norm: clip to this 2-norm; None neither clips nor measures.
+        bad_every: one of so many batches has a gradient some fifty times the others'; None: none has.
         learning_rate, rise_steps: the rate climbs linearly to ``learning_rate`` within ``rise_steps`` steps and stays.
         betas, eps, weight_decay: AdamW's, on all parameters.
         seed: of weights and tokens.
@@ -129,7 +130,7 @@ class Case:
     seq: int = 2048
     batch: int = 8
     warmup: int = 5
-    steps: int = 7
+    steps: int = 10
     max_grad_norm: float | None = None
     learning_rate: float = 1e-4
     rise_steps: int = 20
@@ -146,6 +147,7 @@ class Case:
     recipe: Recipe = field(default_factory=Recipe)
     drawn: Shape | None = None
     accumulation: int = 1
+    bad_every: int | None = None
 
     def __post_init__(self) -> None:
         for value, known in ((self.system, SYSTEMS), (self.shape, SHAPES if self.drawn is None else (self.shape,))):
@@ -180,8 +182,9 @@ class Result:
 
     Attributes:
         tokens: a step.
-        tokens_per_second: by the median measured step. drained_tokens_per_second: all measured steps between two
-            standstills.
+        max_grad_norm: the case's. clipped_share: of the measured steps.
+        tokens_per_second: by the median measured step, or where some clipped and others not by their mean.
+        drained_tokens_per_second: all measured steps between two standstills.
         peak_reserved, peak_allocated: torch's, from the first step on. gpu_used: the device's, contexts included.
         level0_peak: of our stack's books.
         host_rss: the process's highest. host_used: growth of the machine's used RAM. pinned: torch's pinned blocks and
@@ -201,6 +204,7 @@ class Result:
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    max_grad_norm: float | None = None
     clipped_share: float | None = None
     peak_reserved: int | None = None
     peak_allocated: int | None = None

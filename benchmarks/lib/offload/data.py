@@ -1,12 +1,14 @@
 """The same weights and the same tokens for every system, from a seed.
 
-Tokens: a Markov chain of order one over up to 1,024 words spread over the vocabulary. Each word has four successors,
+Tokens: a Markov chain of order one over up to 16,384 words spread over the vocabulary. Each word has four successors,
 taken with probabilities 0.60, 0.20, 0.15 and 0.05; sequences begin anywhere. A model first learns which words occur
-(the loss falls from ln V towards ln 1024 = 6.9), then the successors (1.06 nats are left), so a few steps show whether
-it trains.
+(the loss falls from ln V towards ln 16,384 = 9.7), then the successors (1.06 nats are left). Some batches, if asked
+for, repeat one word in each sequence: their gradients are some fifty times the others', as a bad batch's are.
 
-Weights: every tensor has a separate generator, seeded by its name, on the device that computes: drawing 2.7 G normal
-numbers takes minutes on a CPU and a blink on a GPU, and no system needs more than one tensor of them there.
+Weights: of embeddings that are not tied normal(0, 8), so that layers change the residual stream by as little as in a
+trained model: gradients of usual batches have norms below 1 then, where with 0.02 they have 15 to 115. Every tensor has
+a separate generator, seeded by its name, on the device that computes: drawing 2.7 G normal numbers takes minutes on a
+CPU and a blink on a GPU, and no system needs more than one tensor of them there.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-WORDS = 1024
+from benchmarks.lib.offload.case import Shape
+
+WORDS = 16_384
 SUCCESSOR_CHANCES = (0.60, 0.20, 0.15, 0.05)
 IGNORED = -100
+EMBEDDING = 8.0
 
 
-def token_batches(vocab_size: int, batch: int, seq: int, count: int, seed: int) -> torch.Tensor:
-    """Token numbers (count, batch, seq) int64 on the CPU."""
+def token_batches(
+    vocab_size: int, batch: int, seq: int, count: int, seed: int, bad_every: int | None = None
+) -> torch.Tensor:
+    """Token numbers (count, batch, seq) int64 on the CPU; of each ``bad_every`` batches the last is a bad one."""
     rng = np.random.default_rng(seed)
     words = rng.permutation(vocab_size)[: min(WORDS, vocab_size)]
     successors = rng.integers(0, len(words), (len(words), len(SUCCESSOR_CHANCES)))
@@ -33,7 +40,11 @@ def token_batches(vocab_size: int, batch: int, seq: int, count: int, seed: int) 
     states[0] = rng.integers(0, len(words), rows)
     for position in range(1, seq):
         states[position] = successors[states[position - 1], chosen[position]]
-    return torch.from_numpy(words[states.T].reshape(count, batch, seq))
+    tokens = words[states.T].reshape(count, batch, seq)
+    if bad_every is not None:
+        bad = tokens[bad_every - 1 :: bad_every]
+        bad[:] = bad[:, :, :1]
+    return torch.from_numpy(tokens)
 
 
 def next_tokens(ids_BS: torch.Tensor) -> torch.Tensor:
@@ -42,24 +53,26 @@ def next_tokens(ids_BS: torch.Tensor) -> torch.Tensor:
     return torch.cat([ids_BS[:, 1:], ends_B1], dim=1)
 
 
-def drawn(name: str, shape: torch.Size, num_layers: int, seed: int, device: torch.device) -> torch.Tensor:
+def drawn(
+    name: str, shape: torch.Size, num_layers: int, seed: int, device: torch.device, tied: bool = False
+) -> torch.Tensor:
     """Initial fp32 value of a weight: 0 for biases, 1 for norms, else normal(0, 0.02), into the residual stream /
-    sqrt(2 * layers).
+    sqrt(2 * layers), of embeddings that are not ``tied`` normal(0, 8).
     """
     if len(shape) == 1:
         return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
     generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
     into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
     spread = 0.02 / (2 * num_layers) ** 0.5 if into_residual else 0.02
+    if name.endswith("embed_tokens.weight") and not tied:
+        spread = EMBEDDING
     return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
 
 
 @torch.no_grad()
-def fill(
-    named: Iterable[tuple[str, torch.Size, torch.Tensor]], num_layers: int, seed: int, device: torch.device
-) -> None:
+def fill(named: Iterable[tuple[str, torch.Size, torch.Tensor]], shape: Shape, seed: int, device: torch.device) -> None:
     """Draw each (name, shape, where) on ``device`` and copy it to ``where``, which may be flat, narrower and
     elsewhere. Where it has no pages yet, all cores fetch them; a copy would do it alone.
     """
-    for name, shape, where in named:
-        where.zero_().copy_(drawn(name, shape, num_layers, seed, device).view(where.shape))
+    for name, size, where in named:
+        where.zero_().copy_(drawn(name, size, shape.num_layers, seed, device, shape.tied).view(where.shape))

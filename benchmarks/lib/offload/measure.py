@@ -5,7 +5,8 @@ people's chatter. The loop is that of a careful user, for every system: tokens c
 step before they are needed, a loss is read while the next step runs, both on a separate stream. Step times are the
 intervals between events on the computing stream after each step (on a CPU: between the moments at which the calls
 return). Work that runs on after the step (updates under the next forward) is in the next interval; the *drained* rate
-covers all measured steps between two moments at which nothing at all was under way.
+covers all measured steps between two moments at which nothing at all was under way. The rate is that of the median
+step; of steps of which some clip and others do not, that of all of them.
 """
 
 from __future__ import annotations
@@ -141,8 +142,9 @@ def train(run: Run) -> Result:
     """The case's steps, measured after its warm-up, which ends sooner where that has taken long enough."""
     case, system = run.case, run.system
     batch, seq, warmup, steps = case.batch * case.accumulation, case.seq, case.warmup, case.steps
-    batches = token_batches(case.decoder.vocab_size, batch, seq, warmup + steps, case.seed)
+    batches = token_batches(case.decoder.vocab_size, batch, seq, warmup + steps, case.seed, case.bad_every)
     result = Result(case.system, tokens=batch * seq, build_seconds=run.build_seconds, notes=list(system.notes))
+    result.max_grad_norm = case.max_grad_norm
     run.drain()
     run.forget_peaks()
     links: dict[str, tuple[int, float]] = {}
@@ -187,6 +189,10 @@ def train(run: Run) -> Result:
         read_oldest()
     if first != warmup:
         result.notes.append(f"warmed up for {first} steps, {WARM_SECONDS:.0f} s")
+    if case.max_grad_norm is not None and result.grad_norms:
+        clipped = sum(norm > case.max_grad_norm for norm in result.grad_norms[-steps:])
+        result.clipped_share = clipped / steps
+        result.notes.append(f"{clipped} of {steps} measured steps clipped")
     _fill_rates(result, clock.intervals(), ended - begun)
     for name, (num_bytes, seconds) in links_of(system).items():
         before = links.get(name, (0, 0.0))
@@ -201,8 +207,6 @@ def train(run: Run) -> Result:
     result.notes += filter(None, [system.about()])
     if system.stats is not None:
         result.stall_share = (stalls_of(system) - stalls) / (ended - begun)
-    if case.max_grad_norm is not None and result.grad_norms:
-        result.clipped_share = statistics.fmean(norm > case.max_grad_norm for norm in result.grad_norms)
     run.fill_memory(result)
     result.losses = result.losses[:10]
     return result
@@ -210,7 +214,8 @@ def train(run: Run) -> Result:
 
 def _fill_rates(result: Result, step_seconds: list[float], seconds: float) -> None:
     result.step_seconds = step_seconds
-    result.tokens_per_second = result.tokens / statistics.median(result.step_seconds)
+    typical = statistics.fmean if 0 < (result.clipped_share or 0) < 1 else statistics.median
+    result.tokens_per_second = result.tokens / typical(result.step_seconds)
     result.drained_tokens_per_second = result.tokens * len(result.step_seconds) / seconds
 
 

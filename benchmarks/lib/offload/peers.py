@@ -52,7 +52,7 @@ def build_fsdp2(case: Case, device: torch.device) -> System:
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), "every parameter is sharded"
         shards.append((name, param.shape, param.to_local()))
-    fill(shards, case.decoder.num_layers, case.seed, device)
+    fill(shards, case.decoder, case.seed, device)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(case), fused=True)
     clip = clip_of(case, model)
     whole = None if clip is None else lambda: _whole(clip())
@@ -98,7 +98,7 @@ def build_deepspeed(case: Case, device: torch.device) -> System:
     }
     model = hf_model(case, "meta").to(torch.bfloat16).to_empty(device="cpu")
     named = ((name, param.shape, param.detach()) for name, param in model.named_parameters())
-    fill(named, case.decoder.num_layers, case.seed, device)
+    fill(named, case.decoder, case.seed, device)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     _fresh_rotary(engine.module, device)
     return DeepSpeedSystem(

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.lib.offload.case import Case, Shape
 from benchmarks.lib.offload.data import fill, next_tokens
-from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
+from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, model_plan, offload_of
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import parse_bytes
 
@@ -150,7 +150,7 @@ def hf_loss(model: nn.Module, device: torch.device | None = None) -> Callable[[T
 def drawn_weights(case: Case, model: nn.Module, device: torch.device) -> None:
     """The seed's weights into ``model``, wherever they are."""
     named = ((name, param.shape, param.detach()) for name, param in model.named_parameters())
-    fill(named, case.decoder.num_layers, case.seed, device)
+    fill(named, case.decoder, case.seed, device)
 
 
 def clip_of(case: Case, model: nn.Module) -> Callable[[], Tensor] | None:
@@ -188,7 +188,8 @@ def build_lines(case: Case, device: torch.device, placement: str = "auto") -> Sy
     model.tie_weights()  # what is empty has been made anew
     drawn_weights(case, model, device)
     began = time.perf_counter()
-    stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, device=device)
+    disk = None if case.host_bytes is None else case.disk_bytes  # what a limit of RAM leaves out is refused
+    stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, disk, device=device)
     model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement=placement)
     clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
     updating = {"update_in_backward": True, "undo": case.recipe.undo is not False}
@@ -265,7 +266,7 @@ def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], 
         norm_of=lambda: optimizer.grad_norm,
         finish=engine.finish,
         stats=stack.get_stats,
-        about=lambda: "; ".join(filter(None, map(engine.summary().get, ("host_share", "graphs")))),
+        about=lambda: "; ".join(model_plan(model).splitlines()),
     )
 
 
