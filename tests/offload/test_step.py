@@ -62,28 +62,6 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
     assert f"updates were rolled back in {redone} of 7 steps" in model_plan(model)
 
 
-@UPDATES
-def test_steps_that_clip_one_by_one_are_speculated_after_and_rows_of_them_are_not(make_stack: MakeStack, update: str):
-    """What followed the last step that clipped is expected of the next one."""
-    clips = [False, True, False, True, False, True, True, True, True, False, True]
-    plain, model = build(DECODER), build(DECODER)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
-    ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
-    theirs, control = torch.optim.AdamW(plain.parameters(), fused=True), offload_of(model).step_control
-    rolled_back = list[int]()
-    for step, clip in enumerate(clips):
-        ours.max_grad_norm = 1e-2 if clip else 1e3
-        for module, optimizer in ((model, ours), (plain, theirs)):
-            DECODER.loss(module, step).backward()
-            if module is plain:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), ours.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        rolled_back.append(control.num_rolled_back)
-    assert rolled_back == [0, 1, 1, 2, 2, 3, 4, 4, 4, 4, 5]
-    assert equal(model, plain)
-
-
 def test_of_several_micro_batches_the_host_updates_other_groups(make_stack: MakeStack, monkeypatch):
     """From the first step on: where groups are updated does not change when another optimizer counts otherwise."""
 

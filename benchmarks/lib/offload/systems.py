@@ -194,7 +194,7 @@ def build_lines(case: Case, device: torch.device, placement: str = "auto") -> Sy
     clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
     updating = {"update_in_backward": True, "undo": case.recipe.undo is not False}
     optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), **clipping, **updating)
-    return replace(ours(model, optimizer, hf_loss(model, device), stack), began=began)
+    return replace(ours(model, optimizer, hf_loss(model), stack), began=began)
 
 
 def build_enabled(case: Case, device: torch.device) -> System:

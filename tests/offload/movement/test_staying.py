@@ -1,5 +1,5 @@
-"""Gradients that stay on level 0 while steps clip, and states that come up before the norm is known: torch's bits,
-whatever happens to the gradient before its update has read it.
+"""Gradients that stay on level 0 while steps clip, from the third that does on, and states that come up before the norm
+is known: torch's bits, whatever happens to the gradient before its update has read it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def first_weight(module: nn.Module) -> nn.Parameter:
     return next(module.parameters())
 
 
-def train(model: nn.Module, plain: nn.Module, after_backward: Between, after_step: Between, steps: int = 4) -> None:
+def train(model: nn.Module, plain: nn.Module, after_backward: Between, after_step: Between, steps: int = 5) -> None:
     """Both models, with ``LIMIT`` at every step but the last."""
     ours = VGPUAdamW(model.parameters(), max_grad_norm=LIMIT, update_in_backward=True)
     theirs, norms = torch.optim.AdamW(plain.parameters(), fused=True), list[float]()
@@ -80,14 +80,14 @@ def test_first_groups_of_the_forward_are_updated_from_what_stayed(
     ahead = list[bool]()
 
     def look(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if module is model and control.num_steps:
+        if module is model and control.num_steps > 1:
             assert [group for group in on_level0 if collector.stays(group)] == first
             ahead.append(lane.is_ahead(first[0]))
 
     train(model, plain, look, zero)
     assert len(on_level0) > len(first) > 1 and ahead == [True] * 3
     offload_of(model).finish()
-    assert stayed == [group.name for group in first] * 2  # steps 2 and 3 of 4: the last has no factor
+    assert stayed == [group.name for group in first] * 2  # steps 3 and 4 of 5: the last has no factor
     assert equal(model, plain)
     assert not collector.in_flight and not any(map(collector.stays, on_level0))
 
@@ -170,14 +170,14 @@ def test_a_step_that_is_skipped_leaves_nothing_behind(make_stack: MakeStack):
     model, plain = enabled(make_stack, 1 << 20, late=True)
 
     def spoil(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if module is model and offload_of(model).step_control.num_steps == 2:
+        if module is model and offload_of(model).step_control.num_steps == 3:
             grad = first_weight(module).grad
             assert grad is not None
             grad.mul_(float("inf"))
             optimizer.step()
             assert optimizer.skipped  # type: ignore[attr-defined]
             optimizer.zero_grad()
-            DECODER.loss(module, 2).backward()
+            DECODER.loss(module, 3).backward()
 
     train(model, plain, spoil, zero)
     offload_of(model).finish()
@@ -192,7 +192,7 @@ def test_a_batch_that_is_given_up_leaves_no_bytes_on_level0(late: bool, make_sta
     given_up = list[bool]()
 
     def give_up(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if module is model and engine.step_control.num_steps:
+        if module is model and engine.step_control.num_steps > 1:
             staying = list(engine.gradients._staying)
             optimizer.zero_grad()
             given_up.append(bool(staying) and not engine.gradients._staying)
@@ -216,7 +216,7 @@ def test_a_step_after_an_interrupted_forward_waits_with_its_updates(make_stack: 
         raise KeyboardInterrupt
 
     def interrupt(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if module is model and offload_of(model).step_control.num_steps == 2:
+        if module is model and offload_of(model).step_control.num_steps == 3:
             inner = [each for each in model.modules() if isinstance(each, nn.Linear)][0]
             hook = inner.register_forward_pre_hook(stop)
             with torch.no_grad(), pytest.raises(KeyboardInterrupt):
@@ -232,13 +232,35 @@ def test_a_step_after_an_interrupted_forward_waits_with_its_updates(make_stack: 
     assert equal(model, plain)
 
 
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_steps_that_clip_one_by_one_are_speculated_after_and_rows_of_them_are_not(make_stack: MakeStack, update: str):
+    """What followed the last step that clipped is expected of the next one."""
+    clips = [False, True, False, True, False, True, True, True, True, False, True]
+    plain, model = build(DECODER), build(DECODER)
+    enable_vgpu_stack_optimization(model, make_stack(128 << 10), update=update)
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
+    theirs, control = torch.optim.AdamW(plain.parameters(), fused=True), offload_of(model).step_control
+    rolled_back = list[int]()
+    for step, clip in enumerate(clips):
+        ours.max_grad_norm = 1e-2 if clip else 1e3
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            DECODER.loss(module, step).backward()
+            if module is plain:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), ours.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        rolled_back.append(control.num_rolled_back)
+    assert rolled_back == [0, 1, 1, 2, 2, 3, 4, 4, 4, 4, 5]
+    assert equal(model, plain)
+
+
 def test_closing_gives_back_what_stayed(make_stack: MakeStack):
     model, stack = build(DECODER), make_stack(1 << 20)
     enable_vgpu_stack_optimization(model, stack, update="device", placement="streamed")
     optimizer = VGPUAdamW(model.parameters(), max_grad_norm=LIMIT, update_in_backward=True)
-    for seed in range(2):
+    for seed in range(3):
         DECODER.loss(model, seed).backward()
-        if seed == 0:
+        if seed < 2:
             optimizer.step()
             optimizer.zero_grad()
     assert offload_of(model).gradients._staying
