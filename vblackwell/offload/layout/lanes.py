@@ -30,6 +30,7 @@ from vblackwell.machine.rates import Rates
 from vblackwell.units import MiB
 
 LANES: tuple[str, ...] = ("gpu", "up", "down", "cpu", "disk")
+FREE_LANES = ("down", "cpu", "disk")  # of which tasks go as soon as they can
 STEPS = 5  # of a simulation
 PREFETCHED = 2  # inputs of checkpoints that come up before they are needed
 GPU_UPDATE_BYTES = 28.0  # a parameter that an update on the GPU reads and writes of its memory
@@ -119,8 +120,7 @@ def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
     begin, end, counted = ends[1], ends[-2], STEPS - 3
     shares, moved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
     for lane, start, stop, num_bytes in clock.busy:
-        inside = max(0.0, min(stop, end) - max(start, begin))
-        if inside:
+        if start < end and stop > begin and (inside := min(stop, end) - max(start, begin)) > 0:
             shares[lane] += inside / (end - begin)
             moved[lane] += num_bytes * inside / (stop - start) / counted
     return LaneTimes((end - begin) / counted, moved["up"], moved["down"], shares, moved["disk"])
@@ -157,7 +157,7 @@ def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
 # -- tasks and what they wait for --------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """Work of one lane ('' for none) in one step that begins when ``waits_for`` others are over."""
 
@@ -359,15 +359,17 @@ def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
     """
     groups, budget = plan.groups, plan.weight_budget
     order = [*range(len(groups)), *reversed(range(len(groups)))] * steps * plan.micro_batches
-    following: dict[int, list[int]] = {index: [] for index in range(len(groups))}
+    following: list[list[int]] = [[len(order)] for _ in groups]  # the soonest last
     for use in reversed(range(len(order))):
         following[order[use]].append(use)
+    next_use = [uses[-1] for uses in following]
     held: dict[int, int] = {}  # group to its last use
     held_bytes = 0
     found: list[list[int] | None] = []
     gone: list[int] = []
     for use, index in enumerate(order):
         following[index].pop()
+        next_use[index] = following[index][-1]
         victims: list[int] | None = None
         if use % (2 * len(groups) * plan.micro_batches) == 0:
             stale = [each for each in held if groups[each].on_host]
@@ -378,7 +380,7 @@ def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
                 victims = []
                 held_bytes += groups[index].weight_bytes
                 while held and held_bytes > budget:
-                    farthest = max(held, key=lambda each: following[each][-1] if following[each] else len(order))
+                    farthest = max(held, key=next_use.__getitem__)
                     victims.append(held.pop(farthest))
                     held_bytes -= groups[farthest].weight_bytes
                 # What went because it was stale left its bytes for others: for the loads that follow, one each.
@@ -392,16 +394,27 @@ def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
 # -- running them ------------------------------------------------------------------------------------------------------
 
 
+class Lane:
+    """What one lane does, and what it may do next: tasks that are ``ready``, by their order, or else the first of the
+    ``queues`` whose turn has come."""
+
+    __slots__ = ("name", "queues", "ready", "task")
+
+    def __init__(self, name: str, queues: Sequence[deque[Task]]) -> None:
+        self.name, self.queues = name, queues
+        self.ready: list[tuple[tuple[int, ...], int, Task]] = []
+        self.task: Task | None = None
+
+
 class Clock:
     """Runs a graph: every lane takes what is ready, in its order."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._rates, self._now = graph, graph.rates, 0.0
         self._ring, self._sets = graph.plan.ring_bytes, graph.plan.disk_sets
-        self._working: dict[str, Task | None] = dict.fromkeys(LANES)
+        self._lanes = {lane: Lane(lane, graph.ordered.get(lane, ())) for lane in LANES}
         self.ends: dict[Task, float] = {}
         self.busy: list[tuple[str, float, float, float]] = []  # lane, from, to, bytes
-        self._ready: dict[str, list[tuple[tuple[int, ...], int, Task]]] = {"down": [], "cpu": [], "disk": []}
         self._count = itertools.count()
 
     def run(self) -> None:
@@ -409,27 +422,43 @@ class Clock:
             if not task.waits_for:
                 self._make_ready(task)
         events: list[tuple[float, int, Task]] = []
-        working, choose = self._working, self._choose
+        lanes, busy, push = list(self._lanes.values()), self.busy, heapq.heappush
         while True:
-            for lane in LANES:
-                if working[lane] is None and (task := choose(lane)) is not None:
-                    end = self._now + self._seconds(task)
-                    self._ring -= max(0, task.ring)
-                    self._sets -= max(0, task.sets)
-                    working[lane] = task
-                    self.busy.append((lane, self._now, end - task.held, task.num_bytes))
-                    heapq.heappush(events, (end, len(self.busy), task))
+            for lane in lanes:
+                if lane.task is not None:
+                    continue
+                if lane.ready:
+                    task = heapq.heappop(lane.ready)[-1]
+                else:
+                    for queue in lane.queues:
+                        if not queue or (task := queue[0]).waits_for:
+                            continue
+                        if task.ring <= self._ring and task.sets <= self._sets:
+                            queue.popleft()
+                            break
+                    else:
+                        continue
+                end = self._now + self._seconds(task)
+                if task.ring > 0:
+                    self._ring -= task.ring
+                if task.sets > 0:
+                    self._sets -= task.sets
+                lane.task = task
+                busy.append((lane.name, self._now, end - task.held, task.num_bytes))
+                push(events, (end, len(busy), task))
             if not events:
                 break
             self._now, _, task = heapq.heappop(events)
-            working[task.lane] = None
+            self._lanes[task.lane].task = None
             self._finish(task)
         assert not any(map(any, self._graph.ordered.values())), "tasks wait for each other"
 
     def _finish(self, task: Task) -> None:
         self.ends[task] = self._now
-        self._ring += max(0, -task.ring)
-        self._sets += max(0, -task.sets)
+        if task.ring < 0:
+            self._ring -= task.ring
+        if task.sets < 0:
+            self._sets -= task.sets
         for other in task.then:
             other.waits_for -= 1
             if other.waits_for == 0:
@@ -438,25 +467,21 @@ class Clock:
     def _make_ready(self, task: Task) -> None:
         if task.lane == "":
             self._finish(task)
-        elif task.lane in self._ready and task.sets <= 0:
-            orders = {"cpu": (task.postponable, task.step, task.index), "disk": (not task.writes,)}
-            heapq.heappush(self._ready[task.lane], (orders.get(task.lane, ()), next(self._count), task))
-
-    def _choose(self, lane: str) -> Task | None:
-        if self._ready.get(lane):
-            return heapq.heappop(self._ready[lane])[-1]
-        for queue in self._graph.ordered.get(lane, ()):
-            if queue and not queue[0].waits_for and queue[0].ring <= self._ring and queue[0].sets <= self._sets:
-                return queue.popleft()
-        return None
+        elif task.lane in FREE_LANES and task.sets <= 0:
+            order: tuple[int, ...] = ()
+            if task.lane == "cpu":
+                order = (task.postponable, task.step, task.index)
+            elif task.lane == "disk":
+                order = (not task.writes,)
+            heapq.heappush(self._lanes[task.lane].ready, (order, next(self._count), task))
 
     def _seconds(self, task: Task) -> float:
-        rates, working = self._rates, self._working
+        rates, lanes = self._rates, self._lanes
         if task.lane == "up":
-            rate = rates.up if working["down"] is None else rates.up_both
+            rate = rates.up if lanes["down"].task is None else rates.up_both
         elif task.lane == "down":
-            rate = rates.down if working["up"] is None else rates.down_both
+            rate = rates.down if lanes["up"].task is None else rates.down_both
         else:
             return task.seconds
-        cpu = working["cpu"]
+        cpu = lanes["cpu"].task
         return task.num_bytes / (rate * (1 if cpu is None or cpu.held else CPU_SLOWS_LINK))  # held: it waits for a disk
