@@ -107,7 +107,7 @@ class Forecast:
         self.run, self.machine, self._masters, self._steps = run, machine, masters, steps
         self.traces = {} if traces is None else traces
         self._seconds = functools.cache(self._phase_seconds)
-        self._groups = functools.cache(lambda formats: find_groups(self.model, None, None, formats)[0])
+        self._groups = functools.cache(lambda formats: find_groups(self.model, None, None, formats))
         self._updates = functools.cache(self._fastest_updates)
         # Asked for twice: whether a disk is used, and to predict.
         self._placed: dict[tuple[Machine, Choice], Placed | Lacking] = {}
@@ -116,6 +116,10 @@ class Forecast:
     def model(self) -> nn.Module:
         """The run's, which nobody may change."""
         return self.run.model
+
+    @functools.cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
@@ -221,7 +225,8 @@ class Forecast:
         capacities = [bounds.gpu, bounds.host] + ([bounds.disk] if bounds.disk else [])
         options = layout.StreamingOptions(activation_bytes=waiting, formats=formats)
         levels = layout.spaces(capacities, on_gpu=True)
-        return fastest_updates(self.model, levels, options, lambda: (rates.up_both, rates.cpu_adamw))
+        measured = rates.up_both, rates.cpu_adamw
+        return fastest_updates(self.model, levels, options, lambda: measured, self._groups(formats))
 
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         streaming = updates = 0.0
@@ -239,7 +244,7 @@ class Forecast:
         return choice.accumulation_steps * sum(self._seconds_of(choice).values())
 
     def groups(self, choice: Choice) -> list[Group]:
-        return self._groups(Formats(choice.states, self._masters))
+        return self._groups(Formats(choice.states, self._masters))[0]
 
     def _trained(self, choice: Choice) -> int:
         return sum(num_elements(group) for group in self.groups(choice) if group.trainable())
@@ -256,7 +261,7 @@ class Forecast:
         p99 = asked
         if machine.has_gpu:
             held = choice.accumulation_steps > 1
-            width = min((p.element_size() for p in model.parameters() if p.requires_grad), default=WIDE_GRADIENT)
+            width = min((p.element_size() for p in self._parameters if p.requires_grad), default=WIDE_GRADIENT)
             trace = trace or self.trace(choice.checkpointing, choice.batch_size)
             gpu += peak_with_gradients(trace, WIDE_GRADIENT / min(WIDE_GRADIENT, width), held)
             p99 = int(gpu * RESIDENT_P99) + P99_BYTES
@@ -288,6 +293,7 @@ class Forecast:
             undo=machine.undo,
             on_gpu=machine.has_gpu,
             host_norms=machine.may_clip and not machine.has_gpu,  # a GPU takes the norms before gradients leave it
+            groups=self._groups(formats),
         )
         level0 = min(found.bytes_of(0), choice.level0_bytes)  # what it lets in ends at its capacity
         gpu, choice = level0 + step, replace(choice, weight_bytes=found.lanes.weight_budget)
@@ -341,8 +347,7 @@ class Forecast:
 
     def step_bytes(self, choice: Choice, trace: Trace) -> int:
         """Activations, logits, workspace, and a parameter's gradient before its group's buffer takes it."""
-        parameters = self.model.parameters()
-        gradient = max((p.numel() * p.element_size() for p in parameters if p.requires_grad), default=0)
+        gradient = max((p.numel() * p.element_size() for p in self._parameters if p.requires_grad), default=0)
         found = peak_with_gradients(trace, 0.0) + gradient
         if choice.activations == "host":
             inputs = self._input_bytes(choice)
@@ -360,7 +365,7 @@ class Forecast:
         hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
         if hidden is None:
             raise Unsupported("the hidden size of the model is not known, so checkpoints' inputs cannot be counted")
-        width = max(p.element_size() for p in model.parameters())
+        width = max(p.element_size() for p in self._parameters)
         return choice.batch_size * self.run.seq_length * int(hidden) * width
 
 

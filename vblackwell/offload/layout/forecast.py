@@ -18,6 +18,7 @@ from vblackwell.offload.layout.groups import (
     GRADIENTS,
     KINDS,
     PARAMETER_KINDS,
+    Found,
     Group,
     find_groups,
     moment_ranges,
@@ -67,6 +68,7 @@ def forecast_step(
     undo: bool = False,
     host_norms: bool = False,
     on_gpu: bool = True,
+    groups: Found | None = None,
 ) -> StepForecast:
     """Where the bytes of ``model``, which may be on meta, would be while it streams, and the tasks of a step.
 
@@ -77,10 +79,11 @@ def forecast_step(
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
         undo: updates after the backward can be rolled back, as far as host memory goes.
         host_norms: norms of gradients are taken on the host.
+        groups: what `find_groups` finds, where it has.
 
     Raises as `place_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    found = place_streamed(model, placement.spaces(capacities, on_gpu=on_gpu), options)
+    found = place_streamed(model, placement.spaces(capacities, on_gpu=on_gpu), options, groups)
     return _forecast(found, seconds, input_bytes, micro_batches, undo, host_norms)
 
 
@@ -259,6 +262,7 @@ def fastest_updates(
     levels: Sequence[LevelSpace],
     options: StreamingOptions,
     measured: Callable[[], tuple[float, float]],
+    found: Found | None = None,
 ) -> FastestUpdates:
     """Where the updates of ``model`` run on a GPU: as ``options`` say, and for 'auto' the share of the shortest step,
     by simulation, with nothing to compute.
@@ -271,7 +275,7 @@ def fastest_updates(
     Args:
         levels: without the model. measured: the link both ways at once in bytes/s each, and AdamW on the CPU beside
             such copies in parameters/s, which is about its rate in steps (0.73 to 1.29 of it on seven hosts); asked
-            if they decide.
+            if they decide. found: what `find_groups` finds, where it has.
 
     Raises as `place_streamed`.
     """
@@ -279,7 +283,7 @@ def fastest_updates(
         return FastestUpdates({}, 0.0, 0.0, options.update)
     if options.formats.packed:
         return FastestUpdates({}, 0.0, 0.0, "device")
-    groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
+    groups, sites = found or find_groups(model, options.compute_dtype, options.groups, options.formats)
     if options.weight_bytes is None:
         options = replace(options, weight_bytes=int(levels[0].free_bytes * LOADED))
     placed, refused = dict[float, StreamedPlacement](), list[VBError]()

@@ -307,6 +307,9 @@ class Site:
         return list(self.module.modules())
 
 
+Found = tuple[list[Group], list[Site]]  # what `find_groups` finds
+
+
 def compute_dtype_of(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and param.is_floating_point() else param.dtype
 
@@ -326,7 +329,7 @@ def find_groups(
     compute_dtype: torch.dtype | None = None,
     given: Iterable[str] | None = None,
     formats: Formats = EXACT,
-) -> tuple[list[Group], list[Site]]:
+) -> Found:
     """Layer groups of ``model`` in registration order, and the modules that need them.
 
     Args:

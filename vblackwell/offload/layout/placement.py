@@ -22,6 +22,7 @@ from vblackwell.offload.layout.groups import (
     OLD_WEIGHT,
     PARAMETER_KINDS,
     Formats,
+    Found,
     Group,
     Site,
     find_groups,
@@ -169,9 +170,12 @@ class StreamedPlacement:
         return early_groups(groups, able, self.on_level0, storage)
 
 
-def place_streamed(model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions) -> StreamedPlacement:
-    """Find the groups of ``model`` and place them; raises as `find_groups` and `place_groups`."""
-    groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
+def place_streamed(
+    model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions, found: Found | None = None
+) -> StreamedPlacement:
+    """Find the groups of ``model`` and place them; raises as `find_groups` and `place_groups`. ``found``: they are
+    known."""
+    groups, sites = found or find_groups(model, options.compute_dtype, options.groups, options.formats)
     return place_groups(groups, sites, levels, options)
 
 
