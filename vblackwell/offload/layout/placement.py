@@ -189,9 +189,10 @@ def place_groups(
     hold the largest group, or the lower levels the model.
     """
     trainable = [group for group in groups if group.trainable()]
+    trained = set(trainable)
     level, resident_bytes, free = levels[0], options.resident_bytes, levels[0].free_bytes
     # What with its gradient does not fit level 0 is cut, if it can be.
-    large = [group for group in groups if group.num_bytes * (2 if group.trainable() else 1) > free]
+    large = [group for group in groups if group.num_bytes * (2 if group in trained else 1) > free]
     slice_rows = {group: rows for group in large if (rows := rows_per_slice(group, sites, free // 2))}
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
@@ -199,7 +200,7 @@ def place_groups(
     on_level0 = groups_on_level0(able, options.update)
     on_gpu = level.kind == "gpu"
     ring = ring_bytes(on_level0, free, on_gpu=on_gpu) if on_level0 else 0
-    largest = max((group.num_bytes for group in whole if group.trainable()), default=0)
+    largest = max((group.num_bytes for group in whole if group in trained), default=0)
     max_locked, max_in_flight = (places(most, largest, free, on_gpu=on_gpu) for most in (MAX_LOCKED, MAX_IN_FLIGHT))
     resident = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in resident)
@@ -216,7 +217,7 @@ def place_groups(
         )
     rest = replace(level, capacity_bytes=level.capacity_bytes - ring - kept_bytes)
     locked_bytes = max_locked * largest if on_level0 else 0
-    budget = _weights_budget(whole, sites, rest, options, int(free * CUDA_SHARE), locked_bytes)
+    budget = _weights_budget(whole, sites, rest, options, int(free * CUDA_SHARE), locked_bytes, largest)
     if len(levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
     # Slices are cut from addressable ranges: those first.
@@ -254,14 +255,14 @@ def _weights_budget(
     options: StreamingOptions,
     share_bytes: int,
     locked_bytes: int,
+    gradient: int,
 ) -> int:
-    """What loaded weights may take of ``level``: as asked for, or all but a gradient buffer, on a GPU a few groups, as
-    far as ``share_bytes`` go, or those in use; with those that updates hold no more than half of it. What one module's
-    forward needs at once in any case.
+    """What loaded weights may take of ``level``: as asked for, or all but the largest ``gradient``, on a GPU a few
+    groups, as far as ``share_bytes`` go, or those in use; with those that updates hold no more than half of it. What
+    one module's forward needs at once in any case.
     """
     free = level.free_bytes
     weights = max((group.num_bytes for group in groups), default=0)
-    gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
     together = max(held_together(sites, groups), key=_weight_bytes, default=[])
     least = max(weights, _weight_bytes(together))
     if least + gradient > free:
@@ -310,8 +311,9 @@ def groups_on_level0(groups: Sequence[Group], update: str | float) -> list[Group
     nowhere else. Unsupported: 'device', and one cannot be updated there.
     """
     able = _able_on_level0(groups)
-    unable = next((group for group in groups if group.trainable() and group not in able), None)
-    if update == "device" and unable is not None:
+    others = [] if update != "device" else [group for group in groups if group not in able]
+    unable = next((group for group in others if group.trainable()), None)
+    if unable is not None:
         raise Unsupported(
             f"update='device' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
             f"{unable.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
@@ -321,7 +323,7 @@ def groups_on_level0(groups: Sequence[Group], update: str | float) -> list[Group
         update = "device"
     if isinstance(update, str):
         return able if update == "device" else []
-    on_host = _on_host(able, update)
+    on_host = set(_on_host(able, update))
     return [group for group in able if group not in on_host]
 
 

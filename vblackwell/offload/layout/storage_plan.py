@@ -156,11 +156,13 @@ class StoragePlan:
         assert positions is not None, "the staging was chosen so that they fit"
         placed = [(pair, 0) for pair in missing if self._lives_on_level0(pair)]
         placed += [(pair, self.usable[position]) for pair, position in zip(below, positions, strict=True)]
+        used = [level.used_bytes for level in levels]
         for (group, kind), level in placed:
-            ranges[group.index, kind] = PlacedRange(f"{group.name}/{kind}", level, group.size_of(kind))
-            used_bytes = levels[level].used_bytes + levels[level].held_bytes(group.size_of(kind))
-            levels[level] = replace(levels[level], used_bytes=used_bytes)
-        return replace(self, levels=tuple(levels), ranges=ranges, staging=staging)
+            size = group.size_of(kind)
+            ranges[group.index, kind] = PlacedRange(f"{group.name}/{kind}", level, size)
+            used[level] += levels[level].held_bytes(size)
+        filled = (replace(level, used_bytes=num_bytes) for level, num_bytes in zip(levels, used, strict=True))
+        return replace(self, levels=tuple(filled), ranges=ranges, staging=staging)
 
     def _lives_on_level0(self, pair: Pair) -> bool:
         return pair[0].index in self.resident and pair[1] in PARAMETER_KINDS
