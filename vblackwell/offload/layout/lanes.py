@@ -18,6 +18,7 @@
 A transfer that starts while the other direction works has the rate for both; while the CPU updates, links are slower.
 """
 
+import functools
 import heapq
 import itertools
 import math
@@ -114,6 +115,7 @@ def spans(plan: LanePlan, rates: Rates) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+@functools.lru_cache(maxsize=64)  # choices of a forecast may differ in nothing that a lane does
 def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
     """Run `STEPS` steps and count all but the first two and the last; ValueError for an empty one."""
     ends, clock = _run(plan, rates)
