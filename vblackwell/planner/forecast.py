@@ -108,6 +108,7 @@ class Forecast:
         self.traces = {} if traces is None else traces
         self._seconds = functools.cache(self._phase_seconds)
         self._groups = functools.cache(lambda formats: find_groups(self.model, None, None, formats))
+        self._resident_bytes = functools.cache(lambda formats: bytes_when_resident(self.model, None, formats))
         self._updates = functools.cache(self._fastest_updates)
         # Asked for twice: whether a disk is used, and to predict.
         self._placed: dict[tuple[Machine, Choice], Placed | Lacking] = {}
@@ -253,11 +254,11 @@ class Forecast:
         return choice.batch_size * choice.accumulation_steps * self.run.seq_length
 
     def _place_resident(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
-        machine, model, groups = self.machine, self.model, self.groups(choice)
+        machine, groups = self.machine, self.groups(choice)
         (level0,) = layout.spaces([machine.bounds.gpu], on_gpu=machine.has_gpu)
         ranges = weight_ranges(groups) + moment_ranges([group for group in groups if group.trainable()])
         gpu = sum(level0.held_bytes(group.size_of(kind)) for group, kind in ranges)
-        asked = max(gpu, bytes_when_resident(model, None, formats))  # with gradients, which no arena holds
+        asked = max(gpu, self._resident_bytes(formats))  # with gradients, which no arena holds
         p99 = asked
         if machine.has_gpu:
             held = choice.accumulation_steps > 1
