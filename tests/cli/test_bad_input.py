@@ -122,6 +122,25 @@ def test_a_run_folder_that_is_taken(place, finished):
     refused(place, ["train", "--out", "run", "--resume", "--max-steps", "15"], "ends at step 15", "of step 20")
 
 
+def test_a_plan_is_refused_where_its_run_is(place, finished):
+    _, run, _ = finished
+    shutil.copytree(run, place.folder / "run")
+    (place.folder / "file").write_text("")
+    refused(place, place.train_words("--plan", "--out", "run"), "--out run holds a run: add --resume")
+    refused(place, place.train_words("--plan", "--out", "file/run"), "--out file/run: file is a file")
+    refused(place, ["train", "--plan", "run/final", "--out", "./run/final"], "run/final is the folder of --model")
+    shorter = ["train", "--plan", "--resume", "--out", "run", "--max-steps", "15"]
+    refused(place, shorter, "ends at step 15", "of step 20")
+    shutil.rmtree(place.folder / "run/checkpoints")
+    refused(place, shorter, "run has finished its 24 steps, and kept no checkpoint")
+    assert "plan: " in place.vb("train", "--plan", "--resume", "--out", "run").stdout
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+def test_no_room_for_checkpoints(plan, place):
+    refused(place, place.train_words("--out", "/proc/run", "--max-steps", "4", *plan), "/proc/run", "0 B are free")
+
+
 def test_damaged_checkpoints(place, finished):
     """A damaged newest checkpoint costs the work since the one before; with none intact nothing is touched."""
     _, run, _ = finished

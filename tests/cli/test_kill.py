@@ -37,7 +37,7 @@ def test_what_a_kill_left_of_a_file_goes_with_the_next_start(tmp_path):
     for name in (REPORT, SETTINGS):
         (tmp_path / f"{name}.tmp").write_text("{")
     (tmp_path / "checkpoints/step-00000002.tmp").mkdir(parents=True)
-    RunFolder(tmp_path, resume=True).release()
+    RunFolder(tmp_path, resume=True).lock()
     assert not list(tmp_path.rglob("*.tmp"))
 
 

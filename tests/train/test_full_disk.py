@@ -57,7 +57,7 @@ def test_a_run_at_its_last_step_needs_room_for_the_final_model_alone(free, tmp_p
     leftover = tmp_path / "checkpoints/step-00000200.tmp"
     leftover.mkdir()
     free(WEIGHTS + METADATA_BYTES)
-    RunFolder(tmp_path, resume=True).release()
+    RunFolder(tmp_path, resume=True).lock()
     refuse_full_disk(tmp_path, nn.Linear(PARAMETERS, 1, bias=False), TrainConfig(max_steps=100))
     assert not leftover.exists(), "what a killed run left there takes room, too"
 

@@ -30,7 +30,9 @@ def test_of_two_runs_on_one_new_folder_one_is_refused(resume, tmp_path):
         second.create()
     second.release()
     assert read_stored_config(tmp_path / "run") == {"seed": 1}
-    RunFolder(tmp_path / "run", resume=True).release()
+    second = RunFolder(tmp_path / "run", resume=True)
+    second.lock()
+    second.release()
 
 
 def test_every_flipped_digit_of_the_settings_is_found(tmp_path):
@@ -72,6 +74,14 @@ def test_a_folder_in_the_place_of_a_file_is_named(name, tmp_path):
         RunFolder(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("out", ["run", "run/deep/er"])
+def test_where_nothing_may_be_written_is_refused_at_once(out, monkeypatch, tmp_path):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "run" or not mode & os.W_OK)
+    with pytest.raises(DiskError, match=f"{tmp_path / out}: {tmp_path / 'run'} may not be written to: .*another --out"):
+        RunFolder(tmp_path / out, resume=False)
+
+
 @pytest.mark.parametrize("content", ["[1, 2]", "1", "null", "{", "\udcff"])
 def test_settings_that_are_no_settings_are_refused(content, tmp_path):
     (tmp_path / SETTINGS).write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -89,8 +99,10 @@ def test_a_lock_that_fails_is_one_line(call, number, monkeypatch, tmp_path):
     with monkeypatch.context() as broken:
         broken.setattr(fcntl if call == "flock" else os, call, fail)
         with pytest.raises(DiskError, match=rf"\.lock: {os.strerror(getattr(errno, number))}; .*another --out"):
-            RunFolder(tmp_path, resume=False)
-    RunFolder(tmp_path, resume=False).release()
+            RunFolder(tmp_path, resume=False).lock()
+    folder = RunFolder(tmp_path, resume=False)
+    folder.lock()
+    folder.release()
 
 
 def test_a_work_folder_whose_lock_fails_is_one_line(monkeypatch, tmp_path):

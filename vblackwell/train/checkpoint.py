@@ -156,7 +156,7 @@ def is_finished(parent: Path, prepared: Prepared) -> bool:
 
 def exported_step(parent: Path) -> int | None:
     """The step of which the run in ``parent`` has exported an intact model or adapter; None: of none."""
-    for exported in (parent / FINAL, parent / ADAPTER):
+    for exported in (parent / ADAPTER, parent / FINAL):  # what an earlier --merge made may be older
         try:
             commit.verify_folder(exported)
         except VBError:

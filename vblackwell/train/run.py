@@ -18,6 +18,7 @@ import torch
 from vblackwell.data.chat import ChatDataset
 from vblackwell.data.corpus import inspect_lines
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
+from vblackwell.folders.commit import newest_complete, step_of
 from vblackwell.folders.folder import trained_steps
 from vblackwell.generate.adapters import adapted
 from vblackwell.generate.generate import generate_batch, position_limit
@@ -73,14 +74,22 @@ def train(config: TrainConfig) -> int:
 
 
 def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
-    """Tell the plan alone."""
-    config, _ = _as_begun(config, Path(config.out) if config.out else default_out(config.name))
+    """Tell the plan alone, of a run that would begin."""
+    folder = _folder_of(config)
+    config, _ = _as_begun(config, folder.path)
     try:
-        decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)
+        decided = decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)
     except Stopped:
         progress.say("stopped before the plan was made")
         return stop.exit_code
+    newest = newest_complete(folder.checkpoints)
+    _refuse_end(folder.path, step_of(newest[0]) if newest else None, decided.config)
+    refuse_full_disk(folder.path, decided.found.model, decided.config)
     return 0
+
+
+def _folder_of(config: TrainConfig) -> RunFolder:
+    return RunFolder(Path(config.out) if config.out else default_out(config.name), config.resume, config.model)
 
 
 def _as_begun(config: TrainConfig, folder: Path) -> tuple[TrainConfig, dict[str, Any] | None]:
@@ -94,12 +103,27 @@ def _as_begun(config: TrainConfig, folder: Path) -> tuple[TrainConfig, dict[str,
     ), stored  # it goes on with what was planned then
 
 
+def _refuse_end(folder: Path, step: int | None, config: TrainConfig) -> None:
+    """Raises ConfigurationError where a resumed run would end before its newest checkpoint, which is of ``step``, or
+    has none (None) and has ended elsewhere."""
+    assert config.max_steps is not None
+    if step is not None and step > config.max_steps:
+        raise ConfigurationError(
+            f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {step}: raise "
+            "--max-steps, or start a new run with another --out"
+        )
+    if step is None and config.resume and (exported := exported_step(folder)) not in (None, config.max_steps):
+        raise ConfigurationError(
+            f"{folder} has finished its {exported} steps, and kept no checkpoint to go on from: train what it made "
+            "with --model and another --out"
+        )
+
+
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
-    into = not config.resume and config.out and config.model and Path(config.model).is_dir()
-    if into and Path(config.out or "").resolve() == Path(config.model or "").resolve():
-        raise ConfigurationError(f"--out {config.out} is the folder of --model: choose another --out")
-    folder = RunFolder(Path(config.out) if config.out else default_out(config.name), config.resume)
+    folder = _folder_of(config)
     cleanup.callback(folder.release)
+    if folder.path.is_dir():
+        folder.lock()
     config, stored = _as_begun(config, folder.path)
     device = choose_device(config.device, progress.say)
     if config.deterministic:
@@ -171,16 +195,7 @@ def _run(
     assert config.max_steps is not None
     checkpoints = (folder.checkpoints, prepared, progress.say)
     state = load_newest(*checkpoints) if config.resume else None
-    if state is not None and state.step > config.max_steps:
-        raise ConfigurationError(
-            f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
-            "--max-steps, or start a new run with another --out"
-        )
-    if state is None and config.resume and (step := exported_step(folder.path)) not in (None, config.max_steps):
-        raise ConfigurationError(
-            f"{folder.path} has finished its {step} steps, and kept no checkpoint to go on from: train what it made "
-            "with --model and another --out"
-        )
+    _refuse_end(folder.path, None if state is None else state.step, config)
     if settings is not None:
         folder.write_settings(settings)
     recorded_steps = 0 if state is None else state.step - (state.unrecorded is not None)

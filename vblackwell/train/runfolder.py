@@ -31,50 +31,59 @@ _KEPT = SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL  # of which a run that has be
 
 
 class RunFolder:
-    """``path``, locked by this process if it exists already, and from `create` on otherwise. Raises ConfigurationError:
-    no folder, used by another process, with a run that ``resume`` does not ask for, or with a file where a run has a
-    folder or the reverse; DiskError: it cannot be locked.
+    """``path`` as a run's folder; nothing is written or locked yet. Raises ConfigurationError: it is the folder of the
+    run's ``model``, a file or below one, holds a run that ``resume`` does not ask for, or a file where a run has a
+    folder or the reverse; DiskError: it may not be written to.
     """
 
-    def __init__(self, path: Path, resume: bool) -> None:
+    def __init__(self, path: Path, resume: bool, model: str | None = None) -> None:
         self.path, self.checkpoints, self.final = path, path / CHECKPOINTS, path / FINAL
         self._lock: int | None = None  # the descriptor that holds it
-        if path.exists() and not path.is_dir():
-            raise ConfigurationError(f"--out {path} is a file: choose another --out")
-        if path.is_dir():
-            for names, is_wrong, kind in (
-                ((FINAL, ADAPTER, CHECKPOINTS, TENSORBOARD), lambda it: it.exists() and not it.is_dir(), "a folder"),
-                ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK), Path.is_dir, "a file"),
-            ):
-                for misplaced in (path / name for name in names if is_wrong(path / name)):
-                    advice = "as a run has there: move it away, or choose another --out"
-                    raise ConfigurationError(f"--out {path}: {misplaced} is not {kind}, {advice}")
-            self._lock = self._locked()
-            if not resume and self.has_run:
-                self.release()
-                raise ConfigurationError(f"--out {path} holds a run: add --resume to go on, or choose another --out")
-            for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
-                _fresh(path / name).unlink(missing_ok=True)
-            clean_leftovers(path, FINAL)
-            clean_leftovers(path, ADAPTER)  # which take room, too; nobody else writes here while it is locked
-            clean_leftovers(self.checkpoints)
+        if not resume and model is not None and path.is_dir() and path.resolve() == Path(model).resolve():
+            raise ConfigurationError(f"--out {path} is the folder of --model: choose another --out")
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        if not nearest.is_dir():
+            below = f": {nearest}" if nearest != path else ""
+            raise ConfigurationError(f"--out {path}{below} is a file: choose another --out")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise DiskError(f"--out {path}: {nearest} may not be written to: choose another --out")
+        for names, is_wrong, kind in (
+            ((FINAL, ADAPTER, CHECKPOINTS, TENSORBOARD), lambda it: it.exists() and not it.is_dir(), "a folder"),
+            ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK), Path.is_dir, "a file"),
+        ):
+            for misplaced in (path / name for name in names if is_wrong(path / name)):
+                advice = "as a run has there: move it away, or choose another --out"
+                raise ConfigurationError(f"--out {path}: {misplaced} is not {kind}, {advice}")
+        self._had_run = self.has_run
+        if not resume and self._had_run:
+            raise ConfigurationError(f"--out {path} holds a run: add --resume to go on, or choose another --out")
 
     @property
     def has_run(self) -> bool:
         return holds_run(self.path)
 
+    def lock(self) -> None:
+        """Keep other processes out of the folder, which is there, and remove what a killed one left half written.
+        Raises ConfigurationError: another one uses it, or has begun a run there since this one began; DiskError."""
+        self._lock = self._locked()
+        if self.has_run and not self._had_run:
+            self.release()
+            said = "has come to hold a run of another process since this one began: choose another"
+            raise ConfigurationError(f"--out {self.path} {said}")
+        for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
+            _fresh(self.path / name).unlink(missing_ok=True)
+        clean_leftovers(self.path, FINAL)
+        clean_leftovers(self.path, ADAPTER)  # which take room, too; nobody else writes here while it is locked
+        clean_leftovers(self.checkpoints)
+
     def create(self) -> None:
-        """Make the folder if need be, and lock it. Raises ConfigurationError: another process was faster; DiskError."""
+        """Make the folder if need be, and `lock` it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiskError(f"cannot create run folder {self.path}: {error.strerror}; choose another --out") from error
         if self._lock is None:
-            self._lock = self._locked()
-            if self.has_run:  # what was there when this process began was nothing
-                self.release()
-                said = "has come to hold a run of another process since this one began: choose another"
-                raise ConfigurationError(f"--out {self.path} {said}")
+            self.lock()
 
     def write_json(self, name: str, value: Any) -> None:
         """``value`` into file ``name``, atomically. Raises DiskError."""
