@@ -21,7 +21,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from vblackwell.errors import ConfigurationError, VBError, as_typed, nearest
 
@@ -36,6 +36,7 @@ QUIET_IN_FILES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); the exit code."""
+    has_stdout = _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="backslashreplace")
@@ -49,26 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault(name, level)
     try:
         try:
+            if not has_stdout:
+                said = "standard output is closed, and what the command says would be lost"
+                raise ConfigurationError(f"{said}: send it to a file, or to /dev/null")
             code = _dispatch(words)
         except SystemExit as leave:  # --help
             code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
             if isinstance(leave.code, str):
-                print(leave.code, file=sys.stderr)
+                _complain(leave.code)
         sys.stdout.flush()  # here, where a reader that has gone is no error, and not while Python ends
         return code
     except VBError as error:
         if debug:
             raise
-        print(f"vb: error: {as_typed(' '.join(str(error).split()))}", file=sys.stderr)
+        _complain(f"vb: error: {as_typed(' '.join(str(error).split()))}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        stdout = select.poll()
-        stdout.register(sys.stdout.fileno(), 0)
-        if not any(event & select.POLLERR for _, event in stdout.poll(0)):
+        left = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        if not left:
             raise
-        _drop_stdout()  # what read it has gone (`vb estimate ... | head`)
+        for stream in left:
+            _drop(stream)  # what read it has gone (`vb estimate ... | head`)
         return 141  # as of a program that SIGPIPE ends
     except OSError as error:
         if debug:
@@ -80,8 +84,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             where, advice = "what the command says cannot be written", "make room where its output goes"
         else:
             raise
-        print(f"vb: error: {' '.join(where.split())}: {error.strerror}; {advice}", file=sys.stderr)
+        _complain(f"vb: error: {' '.join(where.split())}: {error.strerror}; {advice}")
         return 2
+
+
+def _open_closed_streams() -> bool:
+    """Whether stdout is open. What is not (`vb ... 2>&-`) becomes the null device: else the next file to be opened
+    would get its number, and what libraries print."""
+    is_open = getattr(sys, "stdout", None) is not None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name, None) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
+    return is_open
+
+
+def _complain(line: str) -> None:
+    """``line`` on stderr, where that takes it."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _stdout_is_full() -> bool:
@@ -90,13 +120,14 @@ def _stdout_is_full() -> bool:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing is left to fail
     except OSError:
-        return _drop_stdout()
+        _drop(sys.stdout)
+        return True
     return False
 
 
-def _drop_stdout() -> bool:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+def _drop(stream: TextIO) -> None:
+    """What is left to be written to ``stream`` goes nowhere: Python would fail with it while it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -238,15 +238,45 @@ def test_divergence_never_reaches_the_weights(place):
     assert all(weight.isfinite().all() and weight.equal(before[name]) for name, weight in final.items())
 
 
-def test_a_reader_that_left_is_no_internal_error():
-    """`vb ... | head`: no words, and the exit code of a program that SIGPIPE ends.
+def shell(words: str) -> subprocess.CompletedProcess[bytes]:
+    """`vb words`, which may close streams."""
+    return subprocess.run(["sh", "-c", f'"$0" -m vblackwell {words}', sys.executable], capture_output=True)
+
+
+@pytest.mark.parametrize("words", ["doctor", "estimate tiny", "train --out run", "train --help", "--version"])
+def test_a_closed_output_is_refused_at_once(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    done = shell(f"{words} >&-")
+    assert done.returncode == 2 and done.stderr.startswith(b"vb: error: standard output is closed")
+    assert done.stderr.count(b"\n") == 1 and b"/dev/null" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_other_closed_streams_take_nothing_and_no_file_gets_their_numbers(tmp_path):
+    """Also of the error's own line; and in a process that is started from here the streams are open."""
+    assert [shell(f"nonsense {how}").returncode for how in ("2>&-", ">&- 2>&-", "2>/dev/full")] == [2] * 3
+    assert shell("docs <&- 2>&-").stdout == shell("docs").stdout != b""
+    code = "from vblackwell import cli; import os, subprocess, sys; cli.main(['--help'])\n"
+    code += f"print(os.open({str(tmp_path / 'file')!r}, os.O_CREAT) > 2, flush=True)\n"
+    code += "subprocess.run([sys.executable, '-c', 'import sys; print(None in (sys.stdin, sys.stderr))'])"
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- 2>&-', sys.executable, code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == ["True", "False"]
+
+
+@pytest.mark.parametrize("words", ["--help", "estimate --list", "train --help-all", "docs guide"])
+def test_a_reader_that_left_is_no_internal_error(words):
+    """`vb ... | head`: no words, and the exit code of a program that SIGPIPE ends; also where it read errors too.
     In a separate process, as it drops stdout.
     """
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "vblackwell", "--help"], stdout=write, stderr=subprocess.PIPE)
-    os.close(write)
+    command = [sys.executable, "-m", "vblackwell", *words.split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
+    if words == "--help":
+        assert subprocess.run(command, stdout=write, stderr=write).returncode == 141
+        assert subprocess.run([*command[:-1], "nonsense"], stdout=write, stderr=write).returncode == 2
+    os.close(write)
 
 
 def test_a_full_disk_under_the_output_is_no_internal_error():
