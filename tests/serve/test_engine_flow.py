@@ -296,6 +296,9 @@ def test_what_cannot_be_is_refused(llama: Any, engine: Engine):
     with pytest.raises(RequestTooLong, match="reads 256") as found:
         ask(engine, PROMPT, 207)
     assert (found.value.wanted, found.value.limit) == (257, 256)
+    with pytest.raises(RequestTooLong, match="257 tokens and 1 new ones: m reads 256"):
+        ask(engine, [1] * 257, 1)
+    assert ask(engine, [1] * 256, 1).done.reason == "length"  # what is drawn after them is not read
     for more in ({"tokens": [VOCABULARY]}, {"tokens": [-1]}, {"tokens": [1], "logit_bias": {VOCABULARY: 1.0}}):
         with pytest.raises(ConfigurationError, match="has no token"):
             ask(engine, **more)

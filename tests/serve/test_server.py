@@ -456,6 +456,11 @@ def test_echo_of_tokens_and_without_logprobs(complete: Any):
     assert complete(prompt="AB", echo=True).choices[0].text.startswith("AB")
     first = next(iter(complete(prompt="AB", echo=True, stream=True)))
     assert first.choices[0].text == "AB"
+    longest = complete(prompt="a" * 1024, echo=True, max_tokens=0)  # all that the model reads
+    assert longest.choices[0].text == "a" * 1024 and longest.choices[0].finish_reason == "length"
+    assert longest.usage.completion_tokens == 0
+    refused(complete, openai.BadRequestError, prompt="a" * 1025, echo=True, max_tokens=0)
+    refused(complete, openai.BadRequestError, prompt="a" * 1024, echo=True, max_tokens=1)
 
 
 def test_an_empty_prompt_begins_a_document(complete: Any):

@@ -221,7 +221,7 @@ class Engine:
                 )
         wanted, limit = len(request.tokens) + request.max_new_tokens, model.served.position_limit
         what = f"{len(request.tokens)} tokens and {request.max_new_tokens} new ones"
-        not_read = request.prompt_logprobs and request.max_new_tokens == 1  # the one that is drawn
+        not_read = request.max_new_tokens == 1  # the one that is drawn
         if limit is not None and 0 < limit < wanted - not_read:  # transformers has -1 for none
             raise RequestTooLong(f"{what}: {request.model} reads {limit}: ask for fewer", wanted=wanted, limit=limit)
         if not model.paged:
