@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(f"vb: error: {as_typed(' '.join(str(error).split()))}")
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if str(interrupt):  # what is left of what it was doing
+            _complain(f"vb: interrupted: {interrupt}")
         return 130
     except BrokenPipeError:
         left = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]

@@ -1,8 +1,10 @@
 """``vb quantize``: what it writes, that compressed-tensors and we read the same numbers, and what it refuses."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
 from tests.sqnr import sqnr
+from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.commit import MANIFEST, CommitFolder, verify_folder
 from vblackwell.folders.compressed_tensors import format_of_config, from_entries, not_packable_reasons, to_entries
 from vblackwell.folders.folder import load_specs, load_state, save_model
-from vblackwell.folders.tensor_file import spec_of
+from vblackwell.folders.tensor_file import SafetensorsShards, spec_of
 from vblackwell.generate.command import generate_command
 from vblackwell.generate.generate import generate
 from vblackwell.generate.load import load_model
@@ -413,6 +416,51 @@ def test_generate_takes_the_same_file(source, tmp_path, capsys):
     Assignment({up: "nvfp4"}, {up: (64, 64)}).save(path)
     with pytest.raises(ConfigurationError, match="another model"):
         generate_command(str(source), "a", 3, assignment=str(path))
+
+
+@pytest.mark.parametrize("interrupted", [0, 3, 14, None])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_interrupt_says_what_is_left(is_there, interrupted, source, tmp_path, monkeypatch, capsys):
+    """Ctrl-C after so many tensors, or when the folder has its name."""
+    monkeypatch.chdir(tmp_path)
+    words = ["quantize", "--model", str(source), "--device", "cpu", "--out", "out"]
+    if is_there:
+        assert main([*words, "--format", "int8"]) == 0
+        capsys.readouterr()
+    before = {path: path.read_bytes() for path in Path("out").rglob("*")}
+    written, write = 0, SafetensorsShards.write
+
+    def interrupting(*given):
+        nonlocal written
+        if written == interrupted:
+            signal.raise_signal(signal.SIGINT)
+        written += 1
+        return write(*given)
+
+    if interrupted is None:
+        monkeypatch.setattr("vblackwell.tools.quantize.load_specs", lambda _: signal.raise_signal(signal.SIGINT))
+    else:
+        monkeypatch.setattr(SafetensorsShards, "write", interrupting)
+    assert main(words) == 130
+    left = "is complete" if interrupted is None else "is as it was" if is_there else "was not written"
+    assert capsys.readouterr().err == f"vb: interrupted: out {left}\n"
+    assert os.listdir() == ["out"] * (is_there or interrupted is None)
+    if interrupted is None:
+        verify_folder(Path("out"))
+    else:
+        assert {path: path.read_bytes() for path in Path("out").rglob("*")} == before
+
+
+def test_an_interrupt_keeps_what_was_measured(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, measured = "model.layers.1.mlp.up_proj", {"loss": 1.0, "loss_after": 1.0}
+    made = Assignment({name: "nvfp4"}, {name: (96, 64)}, measured)
+    monkeypatch.setattr("vblackwell.tools.quantize.calibrate", lambda *_, **__: made)
+    monkeypatch.setattr(SafetensorsShards, "write", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert main(["quantize", "--model", str(source), "--device", "cpu", "--out", "out/", "--budget", "1"]) == 130
+    kept = "what was measured is kept: --assignment out.assignment.json packs by it"
+    assert capsys.readouterr().err == f"vb: interrupted: out was not written; {kept}\n"
+    assert os.listdir() == ["out.assignment.json"] and Assignment.load("out.assignment.json") == made
 
 
 def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, capsys):

@@ -281,16 +281,23 @@ def test_a_link_stays_and_the_folder_goes_where_it_points(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.bin", "disk", "manifest.json", "model", "model"]
 
 
-def test_a_refused_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (OSError(errno.EIO, os.strerror(errno.EIO)), DiskError, "renaming"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+)
+def test_a_rename_that_fails_or_is_interrupted_puts_the_older_folder_back(error, raised, words, tmp_path, monkeypatch):
     older, real = write(tmp_path, 1, b=b"old"), os.rename
 
     def rename(source, target):
         if str(source).endswith("step-1.tmp"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise error
         real(source, target)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(DiskError, match="renaming"):
+    with pytest.raises(raised, match=words):
         write(tmp_path, 1)
     assert list(tmp_path.iterdir()) == [older] and (older / "b.bin").read_bytes() == b"old"
     verify_folder(older)

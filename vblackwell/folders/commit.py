@@ -122,12 +122,14 @@ class CommitFolder:
             if final.exists() and not self._shared:
                 os.rename(final, replaced)
             os.rename(self.path, final)
-        except OSError as error:
-            if self._shared and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        except BaseException as error:  # an interrupt, too, leaves the older one under its name
+            if self._shared and isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             if replaced.exists() and not final.exists():
                 os.rename(replaced, final)
-            raise disk_error("renaming", self.path, error) from error
+            if isinstance(error, OSError):
+                raise disk_error("renaming", self.path, error) from error
+            raise
         sync_folder(final.parent)
         if replaced.exists():
             remove_if_abandoned(replaced)

@@ -8,7 +8,8 @@ one.
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -183,30 +184,63 @@ def quantize_command(
         if format != "mxfp4" or chosen is not None:
             said = "measures folders of mxfp4 alone: add --format mxfp4, or drop it"
             raise ConfigurationError(f"--fp8-activations {said}")
-    if budget is not None or max_bits is not None:
-        if chosen is not None:
-            raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
-        if format != "nvfp4":
-            said = "--budget and --max-bits choose between nvfp4 and no packing"
-            raise ConfigurationError(f"{said}: drop --format {format}")
-        _check_target(source, Path(out))  # as packing will
-        chosen = calibrate(source, text, budget, max_bits=max_bits, **how)
-        rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
-        coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
-        if not coarse and not both:
-            remedy = "allow more, or give other --calibration"
-            raise ConfigurationError(f"no linear may be packed within the budget: {remedy}")
-        path = f"{out.rstrip('/')}.assignment.json"
-        print(
-            f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a weight: "
-            f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
-        )
-        chosen.save(path)
-    elif calibration is not None and not fp8_activations:
-        raise ConfigurationError("--calibration is for --budget, --max-bits or --fp8-activations: give one of them")
-    batches = calibration_batches(source, text, device, MIN_ROWS) if fp8_activations else []
-    how |= {"block_size": block_size, "assignment": chosen, "w4a8": fp8_activations}
-    report = quantize_folder(source, out, format, scale_search, on_layer=say, **how)
+    path = f"{out.rstrip('/')}.assignment.json"  # of --budget and --max-bits
+    with _telling_what_is_there(Path(out), Path(path)):
+        if budget is not None or max_bits is not None:
+            if chosen is not None:
+                raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
+            if format != "nvfp4":
+                said = "--budget and --max-bits choose between nvfp4 and no packing"
+                raise ConfigurationError(f"{said}: drop --format {format}")
+            _check_target(source, Path(out))  # as packing will
+            chosen = calibrate(source, text, budget, max_bits=max_bits, **how)
+            rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
+            coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
+            if not coarse and not both:
+                remedy = "allow more, or give other --calibration"
+                raise ConfigurationError(f"no linear may be packed within the budget: {remedy}")
+            print(
+                f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a "
+                f"weight: calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
+            )
+            chosen.save(path)
+        elif calibration is not None and not fp8_activations:
+            raise ConfigurationError("--calibration is for --budget, --max-bits or --fp8-activations: give one of them")
+        batches = calibration_batches(source, text, device, MIN_ROWS) if fp8_activations else []
+        how |= {"block_size": block_size, "assignment": chosen, "w4a8": fp8_activations}
+        report = quantize_folder(source, out, format, scale_search, on_layer=say, **how)
+        _tell(report, source, out, format)
+        if batches:
+            loss = mean_loss(load_model(source, device), batches)
+            for w4a8, said in ((False, f"calibration loss {loss:.4f}, packed"), (True, "with --fp8-activations too")):
+                rise = 100 * (mean_loss(load_model(Path(out), device, w4a8=w4a8), batches) / loss - 1)
+                print(f"{said} {rise:+.3f} %", flush=True)
+    return 0
+
+
+@contextmanager
+def _telling_what_is_there(out: Path, choice: Path) -> Iterator[None]:
+    """An interrupt inside says what it leaves at ``out``, which is replaced as a whole or not at all, and whether the
+    file ``choice`` was made."""
+
+    def inode(path: Path) -> int | None:
+        return path.stat().st_ino if path.exists() else None
+
+    before = inode(out), inode(choice)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (now := inode(out)) != before[0]:
+            said = f"{out} is complete"
+        else:
+            said = f"{out} was not written" if now is None else f"{out} is as it was"
+        if inode(choice) != before[1]:
+            said += f"; what was measured is kept: --assignment {choice} packs by it"
+        raise KeyboardInterrupt(said) from None
+
+
+def _tell(report: QuantizeReport, source: Path, out: str, format: str) -> None:
+    """What was packed and what was not, and sizes before and after."""
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
     experts = [spec.size_bytes for name, spec in load_specs(source).items() if ".experts." in name]
@@ -225,12 +259,6 @@ def quantize_command(
         names = ", ".join(sorted(report.foreign))
         print(f"linears of the class {names} have no packed form in transformers and vLLM: vb alone opens the folder")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
-    if batches:
-        loss = mean_loss(load_model(source, device), batches)
-        for w4a8, said in ((False, f"calibration loss {loss:.4f}, packed"), (True, "with --fp8-activations too")):
-            rise = 100 * (mean_loss(load_model(Path(out), device, w4a8=w4a8), batches) / loss - 1)
-            print(f"{said} {rise:+.3f} %", flush=True)
-    return 0
 
 
 def calibrate(
