@@ -156,7 +156,7 @@ def _dispatch(words: list[str]) -> int:
         print(version(__version__))
         return 0
     if first not in COMMANDS:
-        choice = f"choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
+        choice = f"choose one of {', '.join(COMMANDS)}{nearest(first, ('--help', '--version', *COMMANDS))}"
         raise ConfigurationError(f"{first!r} is no command: {choice}")
     if not {"-h", "--help", "--help-all"}.isdisjoint(words):
         print("\n".join(_help(first, "--help-all" in words)))

@@ -38,6 +38,11 @@ def refused(place: Workplace, words: list[str], *parts: str, **extra: str) -> st
 def test_mistyped_words(place):
     (place.folder / "run.yaml").write_text("lerning_rate: 3\n")
     refused(place, ["trian"], "'trian'", "did you mean 'train'")
+    refused(
+        place, ["--help-all"], "'--help-all' is no command", "did you mean '--help'"
+    )  # a command's have a longer one
+    refused(place, ["--verison"], "did you mean '--version'")
+    assert "mean" not in refused(place, ["--device", "cpu"])
     refused(place, ["train", "--lerning-rate", "3"], "--lerning-rate", "'--learning-rate'")
     refused(place, ["train", "--config", "tinny"], "'tinny'", "did you mean 'tiny'")
     refused(place, ["train", "--config", "run.yaml"], "run.yaml", "'lerning_rate'", "did you mean 'learning_rate'")
