@@ -82,9 +82,9 @@ def test_what_has_no_fp4_is_refused(folder, folder_of, make_stack, monkeypatch, 
         ([str(folder)], "add --use-fp4"),
         ([str(folder), "--use-fp4", "--fp8-activations"], "drop one"),
         ([str(folder), "--assignment", "none.json"], "drop one"),
-        ([str(folder_of("llama")), "--use-fp4"], "w4a4 takes multiples of 16 and 32"),
-        ([str(tmp_path / "int8")], "is int8: w4a4 takes nvfp4 and mxfp4"),
-        ([str(tmp_path / "int8"), "--fast-memory", "128KiB", "--host-memory", "1MiB"], "is int8: w4a4 takes"),
+        ([str(folder_of("llama")), "--use-fp4"], "FP4 activations take multiples of 16 and 32"),
+        ([str(tmp_path / "int8")], "is int8: FP4 activations go with nvfp4 and mxfp4"),
+        ([str(tmp_path / "int8"), "--fast-memory", "128KiB", "--host-memory", "1MiB"], "is int8: FP4 activations go"),
     ):
         assert main([*common, *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -125,8 +125,8 @@ def test_what_has_no_fp8_is_refused(folder_of, packed, tmp_path, make_stack, mon
     common = ["generate", "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu", "--fp8-activations", "--model"]
     levels = ["--fast-memory", "128KiB", "--host-memory", "1MiB"]
     for words, part in (
-        ([str(nvfp4)], "_proj.weight is nvfp4: w4a8 takes mxfp4"),
-        ([str(nvfp4), *levels], "_proj.weight is nvfp4: w4a8 takes mxfp4"),
+        ([str(nvfp4)], "_proj.weight is nvfp4: FP8 activations go with mxfp4"),
+        ([str(nvfp4), *levels], "_proj.weight is nvfp4: FP8 activations go with mxfp4"),
         ([str(source)], "add --use-fp4"),
         ([str(source), *levels], "add --use-fp4"),
     ):
@@ -181,7 +181,7 @@ def test_quantize_refuses_such_a_layer_when_it_meets_it(folder_of, tmp_path, mon
     words = ["--format", "mxfp4", "--fp8-activations", "--calibration", str(text), "--device", "cpu"]
     for source, part, packed in (
         (folder, "layers.1.mlp.down_proj.weight: block exponents of a row span", True),
-        (odd, "is 40 x 32: w4a8 takes multiples of 16", False),
+        (odd, "is 40 x 32: FP8 activations take multiples of 16", False),
     ):
         assert main(["quantize", "--model", str(source), "--out", str(tmp_path / "out"), *words]) == 2
         out, err = capsys.readouterr()

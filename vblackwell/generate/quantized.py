@@ -52,8 +52,10 @@ def packing_over(folder: object, held: PackedLinears | None, asked: Packing | No
 def refuse_unpacked(folder: Path) -> None:
     """Raises ConfigurationError where ``folder`` has no packed linears, for which alone rounded activations are."""
     if not read_config(folder).get("quantization_config"):
-        remedy = "add --use-fp4 (fp4='mxfp4', or for w4a4 'nvfp4'), or give a folder of vb quantize with that --format"
-        flags = "--fp8-activations (w4a8) and --fp4-activations (w4a4)"
+        remedy = (
+            "add --use-fp4 (in Python fp4='mxfp4', or 'nvfp4' for FP4 activations), or give a folder of vb quantize"
+        )
+        flags = "--fp8-activations and --fp4-activations"
         raise ConfigurationError(f"{folder}: {flags} are for packed linears, it has none: {remedy}")
 
 

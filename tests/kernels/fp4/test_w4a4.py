@@ -319,7 +319,7 @@ def test_refusals_of_the_op():
     weight, x = tiled("nvfp4", 16, 32), drawn(2, 32)
     with pytest.raises(ConfigurationError, match="has 16 features"):
         w4a4.fp4_linear_w4a4(x[:, :16], *weight, None, "nvfp4-tiled", "none", 16, 32)
-    with pytest.raises(ConfigurationError, match="int8: w4a4 takes nvfp4 and mxfp4"):
+    with pytest.raises(ConfigurationError, match="int8: FP4 activations go with nvfp4 and mxfp4"):
         w4a4.check_shape("int8", 16, 32)
     with pytest.raises(ConfigurationError, match="two-part"):
         w4a4.check_shape("two-part", 16, 32)

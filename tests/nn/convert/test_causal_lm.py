@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 from transformers.activations import ACT2FN
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
@@ -73,6 +73,9 @@ class Powered(LlamaForCausalLM):
 def test_a_probe_that_fails_is_a_reason():
     assert _why_not_loss(LlamaForCausalLM(LlamaConfig(**SHAPE))) is None
     assert "could not be probed: TypeError" in (_why_not_loss(Powered(LlamaConfig(**SHAPE))) or "")
+    shape = {"hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "word_embed_proj_dim": 32}
+    said = _why_not_loss(OPTForCausalLM(OPTConfig(vocab_size=96, num_hidden_layers=1, **shape)))
+    assert said == "its forward reads 'decoder' of a layer inside it, not only what that layer computes"
 
 
 def test_only_positions_that_are_given_are_asked_about(monkeypatch: pytest.MonkeyPatch):

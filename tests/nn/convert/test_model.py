@@ -111,7 +111,8 @@ def test_what_cannot_be_converted_leaves_the_model_alone():
     model = build("llama")
     expected = logits(model)
     for options, part in (
-        ({"fp4_layers": "("}, "no regular expression"),
+        ({"fp4_layers": "("}, "'(' is no regular expression"),
+        ({"keep": "("}, "'(' is no regular expression"),  # as it was given
         ({"fp4_layers": "nothing"}, "selects no linear of LlamaForCausalLM: model.layers.0.self_attn.q_proj"),
         ({"format": "fp3"}, "fp3"),
         ({"attention": "fast"}, "attention backend 'fast' is not known"),

@@ -57,9 +57,9 @@ def test_a_copy_and_a_checkpoint_compute_the_same():
     ("options", "part"),
     [
         ({"w4a8": True, "format": "mxfp4"}, "w4a8 rounds inputs to FP8 and w4a4 to FP4"),
-        ({"format": "nf4"}, "is nf4: w4a4 takes nvfp4 and mxfp4"),
-        ({"in_features": 48}, "48 x 48: w4a4 takes multiples of 16 and 32: .*--keep"),
-        ({"out_features": 40}, "40 x 64: w4a4 takes multiples of 16 and 32"),
+        ({"format": "nf4"}, "is nf4: FP4 activations go with nvfp4 and mxfp4"),
+        ({"in_features": 48}, "48 x 48: FP4 activations take multiples of 16 and 32: .*--keep"),
+        ({"out_features": 40}, "40 x 64: FP4 activations take multiples of 16 and 32"),
     ],
 )
 def test_what_it_does_not_take_is_refused_when_built(options, part):
@@ -79,13 +79,13 @@ def test_a_gpu_before_blackwell_is_refused_before_the_weight_is_packed(monkeypat
     for found in ((10, 0), (12, 0)):
         monkeypatch.setattr(w4a4, "capability", lambda device, found=found: found)
         assert layer.quantize().is_quantized
-        with pytest.raises(Unsupported, match="float32, w4a4 takes bf16 or fp16 on a GPU"):
+        with pytest.raises(Unsupported, match="float32, and become FP4 from bf16 or fp16 on a GPU"):
             w4a4.check_device(torch.device("cuda"), dtype=torch.float32)
 
 
 def test_a_weight_in_two_parts_is_refused():
     model = nn.Sequential(nn.Linear(K, N))
-    with pytest.raises(ConfigurationError, match="0.weight is two-part: w4a4 takes"):
+    with pytest.raises(ConfigurationError, match="0.weight is two-part: FP4 activations go with"):
         install_packed(model, "0", separation.separate(model[0].weight), w4a4=True)
     install_packed(model, "0", pack(model[0].weight, "nvfp4", "it"), w4a4=True)
     assert model[0].w4a4

@@ -74,7 +74,7 @@ def test_rows_that_span_more_than_14_are_refused_when_packed(tensor_span, row_sp
         built = FusedFP4Linear.from_packed(packed, w4a8=True)
         assert torch.equal(built.packed.dequantize(), packed.dequantize())
         return
-    with pytest.raises(Unsupported, match=f"a row span {row_span}.*without w4a8"):
+    with pytest.raises(Unsupported, match=f"a row span {row_span}.*without --fp8-activations"):
         FusedFP4Linear.from_packed(packed, w4a8=True)
     assert FusedFP4Linear.from_packed(packed).is_quantized
 
@@ -101,7 +101,7 @@ def test_a_gpu_without_fp8_is_refused_when_packed_or_moved_to(monkeypatch):
     monkeypatch.setattr(w4a8, "capability", lambda device: (8, 6))
     fresh = layer()
     for use in (fresh.quantize, there.half):
-        with pytest.raises(Unsupported, match=r"capability 8.6.*without w4a8"):
+        with pytest.raises(Unsupported, match=r"capability 8.6.*without --fp8-activations"):
             use()
     assert not fresh.is_quantized and there.weight_codes is codes
     monkeypatch.setattr(w4a8, "capability", lambda device: (8, 9))
@@ -119,10 +119,14 @@ def test_blocks_without_a_value_widen_no_span():
 
 @pytest.mark.parametrize("options", [{"format": "nvfp4"}, {"format": "mxfp4", "out_features": 40}])
 def test_other_formats_and_sizes_are_refused_at_once(options):
-    with pytest.raises(ConfigurationError, match="w4a8 takes"):
+    with pytest.raises(
+        ConfigurationError, match="FP8 activations (go with mxfp4|take multiples of 16).* without --fp8-activations"
+    ):
         FusedFP4Linear(**{"in_features": K, "out_features": N, "w4a8": True, **options})
     model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 40))
-    with pytest.raises(ConfigurationError, match="w4a8 takes"):
+    with pytest.raises(
+        ConfigurationError, match="FP8 activations (go with mxfp4|take multiples of 16).* without --fp8-activations"
+    ):
         make = partial(FusedFP4Linear.from_linear, format=options["format"], w4a8=True)
         replace_linears(model, select_linears(model), make)
     assert all(type(module) is nn.Linear for module in model)

@@ -29,6 +29,7 @@ FP4_CAPABILITY = (10, 0)
 N_MULTIPLE, K_MULTIPLE = 16, 32  # of PyTorch's FP4 matmul
 MULTIPLES = f"multiples of {N_MULTIPLE} and {K_MULTIPLE}"
 FLAG = "--fp4-activations"
+_WITHOUT = f"go without {FLAG} (w4a4=True)"
 SUMMARY = f"inputs of {MIN_ROWS} rows and more are rounded to FP4 (nvfp4), fewer are not"
 
 
@@ -50,21 +51,23 @@ def quantize_rows(x_MK: Tensor) -> PackedTensor:
 def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
     """Raises ConfigurationError where a weight of this format and shape (N, K) cannot compute by w4a4."""
     if format not in ("nvfp4", "mxfp4"):
-        raise ConfigurationError(f"{name} is {format}: w4a4 takes nvfp4 and mxfp4: pack to one of them, or go without")
+        said = f"FP4 activations go with nvfp4 and mxfp4: pack to one of them, or {_WITHOUT}"
+        raise ConfigurationError(f"{name} is {format}: {said}")
     if n % N_MULTIPLE or k % K_MULTIPLE:
-        remedy = "keep it from being packed (--keep), or go without w4a4"
-        raise ConfigurationError(f"{name} is {n} x {k}: w4a4 takes {MULTIPLES}: {remedy}")
+        remedy = f"keep it from being packed (--keep), or {_WITHOUT}"
+        raise ConfigurationError(f"{name} is {n} x {k}: FP4 activations take {MULTIPLES}: {remedy}")
 
 
 def check_device(device: torch.device, name: str = "the weight", dtype: torch.dtype | None = None) -> None:
     """Raises Unsupported where ``device`` is a GPU without FP4 tensor cores, before compute capability 10.0, or one to
     which activations come in a ``dtype`` that is not encoded there."""
-    found, remedy = capability(device), f"go without w4a4 ({FLAG})"
+    found = capability(device)
     if (0, 0) < found < FP4_CAPABILITY:
         said = f"{device} has compute capability {found[0]}.{found[1]}, FP4 tensor cores begin with 10.0 (Blackwell)"
-        raise Unsupported(f"{name}: {said}: {remedy}")
+        raise Unsupported(f"{name}: {said}: {_WITHOUT}")
     if found > (0, 0) and dtype not in (None, *linear.HALVES):
-        raise Unsupported(f"{name}: activations are {dtype}, w4a4 takes bf16 or fp16 on a GPU: use these, or {remedy}")
+        said = f"activations are {dtype}, and become FP4 from bf16 or fp16 on a GPU: use these, or {_WITHOUT}"
+        raise Unsupported(f"{name}: {said}")
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:

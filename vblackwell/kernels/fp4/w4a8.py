@@ -45,6 +45,7 @@ MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
 # PyTorch's matmul of whole operands is at least as fast as one kernel, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
 FLAG = "--fp8-activations"
+_WITHOUT = f"go without {FLAG} (w4a8=True)"
 SUMMARY = f"inputs of {MIN_ROWS} rows and more are rounded to FP8 (E4M3, a scale a row), fewer are not"
 E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
@@ -76,11 +77,12 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
     """Raises ConfigurationError where a weight of this format and shape (N, K) cannot compute by w4a8."""
     if format != "mxfp4":
-        remedy = "pack to mxfp4 (vb quantize --format mxfp4), or go without w4a8"
-        raise ConfigurationError(f"{name} is {format}: w4a8 takes mxfp4, whose scales are powers of two: {remedy}")
+        remedy = f"pack to mxfp4 (vb quantize --format mxfp4), or {_WITHOUT}"
+        said = "FP8 activations go with mxfp4, whose scales are powers of two"
+        raise ConfigurationError(f"{name} is {format}: {said}: {remedy}")
     if n % MULTIPLE or k % MULTIPLE:
-        remedy = "keep it from being packed (--keep), or go without w4a8"
-        raise ConfigurationError(f"{name} is {n} x {k}: w4a8 takes multiples of {MULTIPLE}: {remedy}")
+        remedy = f"keep it from being packed (--keep), or {_WITHOUT}"
+        raise ConfigurationError(f"{name} is {n} x {k}: FP8 activations take multiples of {MULTIPLE}: {remedy}")
 
 
 def check_device(device: torch.device, name: str = "the weight", dtype: torch.dtype | None = None) -> None:
@@ -89,13 +91,13 @@ def check_device(device: torch.device, name: str = "the weight", dtype: torch.dt
     found = capability(device)
     if (0, 0) < found < FP8_CAPABILITY:
         raise Unsupported(
-            f"{name}: {device} has compute capability {found[0]}.{found[1]}, and w4a8 multiplies on FP8 tensor cores,"
-            " from 8.9 on: go without w4a8"
+            f"{name}: {device} has compute capability {found[0]}.{found[1]}, and FP8 tensor cores begin with 8.9: "
+            f"{_WITHOUT}"
         )
     if found > (0, 0) and dtype is not None and dtype not in HALVES:
-        found_dtype = f"{name}: activations are {dtype}, and w4a8 takes bf16 or fp16 on a GPU"
+        found_dtype = f"{name}: activations are {dtype}, and become FP8 from bf16 or fp16 on a GPU"
         remedy = "vb train --mixed-precision computes in bf16, vb quantize --format mxfp4 writes a folder that does"
-        raise Unsupported(f"{found_dtype}: {remedy}; or go without w4a8 (--fp8-activations)")
+        raise Unsupported(f"{found_dtype}: {remedy}; or {_WITHOUT}")
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
@@ -107,7 +109,7 @@ def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
     if span > MAX_SPAN:
         raise Unsupported(
             f"{name}: block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: keep this layer from being packed"
-            " (--keep), or go without w4a8 (--fp8-activations)"
+            f" (--keep), or {_WITHOUT}"
         )
 
 

@@ -33,6 +33,9 @@ Overrides = dict[str, Any]  # methods, and properties
 
 
 def reason_of(error: Exception) -> str:
+    """Why a forward that raised ``error`` while it was probed is left alone, in a line."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, Stub):
+        return f"its forward reads {error.name!r} of a layer inside it, not only what that layer computes"
     return f"its forward could not be probed: {type(error).__name__}: {error}".splitlines()[0][:200]
 
 

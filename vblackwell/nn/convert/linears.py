@@ -41,10 +41,7 @@ def find_linears(
     'large' or a regular expression searched for in names, ``keep`` one for names that stay; ``transposed``: the caller
     takes transformers' `Conv1D`, whose weight is stored as (inputs, outputs).
     """
-    try:
-        wanted, kept = re.compile(pattern), re.compile(keep)
-    except re.error as error:
-        raise ConfigurationError(f"{error.pattern!r} is no regular expression: {error}") from error
+    wanted, kept = _compiled(pattern), _compiled(keep)
     owners: dict[int, list[str]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -98,8 +95,16 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
 
 
 def head_and(keep: str | None) -> str:
-    """The expression for names that stay: the output head's, and in addition what ``keep`` matches."""
-    return HEAD if keep is None else f"(?:{HEAD})|(?:{keep})"
+    """The expression for names that stay: the output head's, and in addition what ``keep`` matches. Raises
+    ConfigurationError: that is no regular expression."""
+    return HEAD if keep is None else f"(?:{HEAD})|(?:{_compiled(keep).pattern})"
+
+
+def _compiled(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ConfigurationError(f"{expression!r} is no regular expression: {error}") from error
 
 
 def select_linears(
