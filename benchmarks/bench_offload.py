@@ -55,8 +55,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--accumulation", type=int, default=1, help="forwards and backwards in a step")
     add("--steps", type=int, default=10, help="measured steps")
     add("--warmup", type=int, default=12, help="steps before them, fewer where they are slow, 3 at most of plain")
-    said = "a number, which by default one of ten steps exceeds, or none; several: others than the three lines have the"
-    said += " first alone; drawn cases: 1e9, which none exceeds"
+    said = "a number, or none; default 1.0, which of 16,384 tokens one of ten steps exceeds, of drawn cases 1e9, which"
+    said += " none does; several: the three lines have each, others the first"
     add("--max-grad-norm", type=limits, default=None, metavar="L[,L]", help=said)
     add("--bad-every", type=int, default=10, metavar="N", help="of N batches one has a large gradient; 0: none has")
     add("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
@@ -81,6 +81,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--only: of {args.random} draws, {','.join(args.only)} are not all from 1 to {args.random}")
     if args.accumulation > 1 and "deepspeed" in args.systems and not args.random:
         parser.error("--accumulation: DeepSpeed's engine is not asked for it here")
+    if args.random and len(args.max_grad_norm or []) > 1:
+        parser.error("--max-grad-norm: drawn cases have one limit")
+    if not all(limit is None or limit > 0 for limit in args.max_grad_norm or []) or args.bad_every < 0:
+        parser.error("--max-grad-norm and --bad-every: give numbers above 0")
     if args.max_grad_norm is None:
         args.max_grad_norm = [1e9 if args.random else 1.0]
     return args

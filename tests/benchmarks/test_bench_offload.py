@@ -209,8 +209,9 @@ def test_the_three_lines_are_asked_for_what_fits_how_often_they_clip(limit, shar
     from benchmarks.lib.offload.report import ratio_lines
 
     free = Result("lines", tokens_per_second=140, peak_reserved=8 * 10**9)
+    free, plain = replace(free, tokens=16384), Result("plain", tokens=16384, tokens_per_second=100)
     one = replace(free, tokens_per_second=speed, max_grad_norm=limit, clipped_share=share)
-    ran = [Result("plain", tokens_per_second=100, peak_reserved=64 * 10**9), *([] if limit is None else [free]), one]
+    ran = [replace(plain, peak_reserved=64 * 10**9), *([] if limit is None else [free]), one]
     lines = ratio_lines(ran, Case("lines"))
     of_one = lines[max(number for number, line in enumerate(lines) if line.startswith("three lines")) :]
     words = "no clipping" if limit is None else f"limit {limit:g}, which {share:.0%} of the steps exceed"
@@ -235,9 +236,31 @@ def test_floors_over_what_is_held_are_of_tokens_a_step(tokens, free, clipping):
         lines = ratio_lines([held, ours, limited], case)
         return [line.split("  ")[-1].strip() for line in lines if "where all fits" in line]
 
-    assert said(Case("lines", shape="6.7B")) == [free, clipping]
-    for other in (Case("lines"), Case("lines", shape="6.7B", drawn=SHAPES["6.7B"])):  # nothing was asked for there
+    asked = Case("lines", shape="6.7B", cap_bytes=8 << 30)
+    assert said(asked) == [free, clipping]
+    others = Case("lines"), replace(asked, drawn=SHAPES["6.7B"]), replace(asked, cap_bytes=9 << 30)
+    for other in (*others, replace(asked, device="cpu")):  # nothing was asked for there
         assert said(other) == ["0.500", "0.500"]
+
+
+def test_where_some_steps_clip_all_of_both_count():
+    from benchmarks.lib.offload.case import Case, Result
+    from benchmarks.lib.offload.report import ratio_lines
+
+    plain = Result("plain", tokens=10, tokens_per_second=10, step_seconds=[1.0, 1.0, 2.0])
+    ours = Result("lines", tokens=10, tokens_per_second=20, step_seconds=[0.5, 0.5, 1.0], max_grad_norm=1.0)
+    for share, over in ((0.0, "2.000"), (1 / 3, "2.000"), (1.0, "2.000")):
+        assert over in ratio_lines([plain, replace(ours, clipped_share=share)], Case("lines"))[2]
+    slower = replace(ours, step_seconds=[0.5, 0.5, 3.0], clipped_share=1 / 3)
+    assert "1.000" in ratio_lines([plain, slower], Case("lines"))[2]
+
+
+def test_a_bad_batch_is_none_of_the_last_measured_steps():
+    from benchmarks.lib.offload.case import Case
+
+    case = Case("lines", bad_every=10, steps=10)
+    assert [first for first in range(6, 13) if case.ends_badly(first)] == [10, 11]
+    assert not any(replace(case, bad_every=None).ends_badly(first) for first in range(13))
 
 
 def test_of_bytes_and_seconds_less_is_better():
@@ -254,6 +277,7 @@ def test_one_batch_of_so_many_is_a_bad_one():
     same = (tokens == tokens[:, :, :1]).all(dim=(1, 2))
     assert same.nonzero().flatten().tolist() == [9, 19]
     assert torch.equal(tokens[~same], token_batches(64, 2, 8, 20, 0)[~same])
+    assert torch.equal(tokens[:7], token_batches(64, 2, 8, 7, 0, 10)), "of others there may be more or fewer batches"
 
 
 @pytest.mark.slow

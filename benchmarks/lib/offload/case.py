@@ -114,7 +114,7 @@ class Case:
         seq, batch: tokens in a sequence, sequences in a forward. accumulation: forwards and backwards in a step.
         warmup, steps: unmeasured and measured steps.
         max_grad_norm: clip to this 2-norm; None neither clips nor measures.
-        bad_every: one of so many batches has a gradient some fifty times the others'; None: none has.
+        bad_every: one of so many batches is a bad one (lib/offload/data.py); None: none is.
         learning_rate, rise_steps: the rate climbs linearly to ``learning_rate`` within ``rise_steps`` steps and stays.
         betas, eps, weight_decay: AdamW's, on all parameters.
         seed: of weights and tokens.
@@ -159,6 +159,12 @@ class Case:
     @property
     def decoder(self) -> Shape:
         return self.drawn or SHAPES[self.shape]
+
+    def ends_badly(self, first: int) -> bool:
+        """Whether, measured from step ``first`` on, a bad batch is one of the last two, whose tail is not measured."""
+        if self.bad_every is None:
+            return False
+        return any((number + 1) % self.bad_every == 0 for number in range(first + self.steps - 2, first + self.steps))
 
     def rate_at(self, step: int) -> float:
         """Learning rate of step 0, 1, ..."""

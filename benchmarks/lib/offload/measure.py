@@ -168,7 +168,7 @@ def train(run: Run) -> Result:
     for number, ids_BS in enumerate(Feed(batches, run.device)):
         if number == 1:
             warm = time.perf_counter() + WARM_SECONDS
-        elif WARM_STEPS <= number < first and time.perf_counter() > warm:
+        elif WARM_STEPS <= number < first and time.perf_counter() > warm and not case.ends_badly(number):
             first = number
         if number == first + steps:
             break

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.lib.offload.case import PEAK, Case, Result
 from benchmarks.lib.results import GB, goal_header, goal_line
+from vblackwell.units import GiB
 
 # Of the table: a column's head, the field of `Result` below it, what it is divided by, and its form.
 COLUMNS = [
@@ -60,7 +62,8 @@ RATIOS: list[tuple[str, str, str, tuple[float, float], tuple[float, float] | Non
     ("resident, tokens/s over plain", "resident", "plain", (1.15, 1.4), (1.15, 1.4)),
     ("stack enabled, everything fits, over plain", "enabled", "plain", (0.99, 1.0), (0.99, 1.0)),
 ]
-SOME = 0.2  # of the steps, which may clip where clipping is to cost next to nothing
+SOME = 0.2  # of the steps: where fewer clip, clipping is to cost next to nothing
+PLENTY = 1 << 60
 # Of the three lines, floor and aim: over plain by how many steps clip, over the same without clipping, and of 6.7B
 # under 8 GiB over the same where all fits, by tokens a step, without a limit and with one that no step exceeds.
 OVER_PLAIN = {"none": (1.25, 1.4), "some": (1.2, 1.35), "all": (0.95, 1.05)}
@@ -94,20 +97,28 @@ def ratio_lines(results: list[Result], case: Case) -> list[str]:
 
 
 def _over(mine: Result, other: Result) -> float:
-    """Of their speeds."""
+    """Of their speeds: by median steps, or where of one some clip and others not by the mean steps of both."""
+    if any(0 < (each.clipped_share or 0) < 1 for each in (mine, other)) and mine.step_seconds and other.step_seconds:
+        speeds = [each.tokens / statistics.fmean(each.step_seconds) for each in (mine, other)]
+        return speeds[0] / speeds[1]
     return (mine.tokens_per_second or 0.0) / (other.tokens_per_second or 1.0)
 
 
 def _clipping(result: Result) -> str:
-    """Of the measured steps: 'none' without a limit, 'some' up to `SOME`, 'all', or '' for shares between."""
+    """Of the measured steps: 'none' without a limit, 'some' below `SOME`, 'all', or '' for shares between."""
     share = result.clipped_share
     if share is None:
         return "none"
-    return "some" if share <= SOME else "all" if share == 1 else ""
+    return "some" if share < SOME else "all" if share == 1 else ""
 
 
 def _of_three_lines(result: Result, first: dict[str, Result], unclipped: Result | None, case: Case) -> list[str]:
+    """With floors and aims where the issue of the three lines names this shape, tokens a step and cap."""
     limit, clipping, shape = result.max_grad_norm, _clipping(result), case.decoder
+    on_gpu, cap, whole = case.device == "cuda", case.cap_bytes or PLENTY, case.drawn is None
+    of_27 = on_gpu and whole and case.shape == "2.70B" and result.tokens == 16384
+    of_67 = on_gpu and whole and case.shape == "6.7B" and cap <= 8 * GiB
+    of_14 = on_gpu and case.shape == "14B" and result.tokens == 65536 and cap <= 24 * GB
     when = "no clipping" if limit is None else f"limit {limit:g}"
     if result.clipped_share is not None:
         when += f", which {result.clipped_share:.0%} of the steps exceed"
@@ -117,20 +128,22 @@ def _of_three_lines(result: Result, first: dict[str, Result], unclipped: Result 
         lines.append(goal_line(f"  {words}", value, *bounds, less=less))
 
     if "plain" in first:
-        add("over plain", _over(result, first["plain"]), OVER_PLAIN.get(clipping, ()))
+        add("over plain", _over(result, first["plain"]), OVER_PLAIN.get(clipping, ()) if of_27 else ())
     if unclipped is not None and unclipped is not result:
-        add("over the same without clipping", _over(result, unclipped), OVER_UNCLIPPED if clipping == "some" else ())
+        bounds = OVER_UNCLIPPED if of_27 and clipping == "some" else ()
+        add("over the same without clipping", _over(result, unclipped), bounds)
     if "held" in first:
-        whole = case.shape == "6.7B" and not case.drawn
-        bounds = OVER_HELD.get(clipping, {}).get(result.tokens, ()) if whole else ()
+        bounds = OVER_HELD.get(clipping, {}).get(result.tokens, ()) if of_67 else ()
         add("over the same where all fits", _over(result, first["held"]), bounds)
     if "plain" in first and (theirs := first["plain"].peak_reserved) and result.peak_reserved:
-        add("reserved GPU memory, plain over it", theirs / result.peak_reserved, MEMORY)
+        add("reserved GPU memory, plain over it", theirs / result.peak_reserved, MEMORY if of_27 else ())
     if result.pinned:
-        add("pinned host bytes a parameter", result.pinned / shape.num_parameters, HOST_BYTES, less=True)
-    if result.first_step_seconds is not None and case.device == "cuda":
-        add("first step, seconds (a machine's first: 20)", result.first_step_seconds, FIRST_STEP, less=True)
-    if case.device == "cuda" and case.shape == "14B":
+        bounds = HOST_BYTES if of_27 and limit is not None else ()
+        add("pinned host bytes a parameter", result.pinned / shape.num_parameters, bounds, less=True)
+    if result.first_step_seconds is not None and on_gpu:
+        words = "first step, seconds from the first line on (a machine's first: 20)"
+        add(words, result.first_step_seconds, FIRST_STEP, less=True)
+    if of_14:
         step = 6 * (result.tokens_per_second or 0.0) / PEAK
         table = shape.vocab_size * shape.hidden_size
         add(f"of {PEAK / 1e12:.0f} TFLOP/s, by all parameters", step * shape.num_parameters, PEAK_SHARE)
