@@ -313,13 +313,14 @@ def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
         {"level": "cpu", "peak_bytes": 400_000},
         {"level": "ssd", "peak_bytes": 7},
     ]
-    report = {"gpu_peak_bytes": None, "levels": levels, "graph_bytes": 0}
+    report = {"gpu_peak_bytes": None, "levels": levels, "graph_bytes": 0, "reserved_before_graphs": 0}
     speeds = [1.0, 2.0, 50.0, 70.0, 60.0]
     found = compare(plan, report, [(speed, False) for speed in speeds])
     assert found["gpu_bytes"]["measured"] == 60_000 and found["host_bytes"]["measured"] == 400_000
     assert found["tokens_per_second"] == {"predicted": plan.prediction.tokens_per_second, "measured": 60.0}
     on_gpu = report | {"gpu_peak_bytes": {"reserved": 70_000}, "graph_bytes": 9_000}  # which are in no plan
     assert compare(plan, on_gpu, [])["gpu_bytes"]["measured"] == 61_000
+    assert compare(plan, on_gpu | {"reserved_before_graphs": 65_000}, [])["gpu_bytes"]["measured"] == 65_000
     # One that may clip otherwise: the first two steps do not count, and of three the most decide.
     plan = replace(plan, prediction=replace(plan.prediction, clipped_seconds=2 * plan.prediction.step_seconds))
     usual = plan.prediction.tokens_per_second

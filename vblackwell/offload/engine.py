@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
+from vblackwell.kernels.pointwise.layer_graphs import LayerGraphs
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.checkpoint import second_pass_under, top_hooks
 from vblackwell.offload.bound import BoundWeights, Entered, SiteHooks
@@ -508,6 +509,7 @@ class Offload:
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""
+        graphs = self.step_control.graphs or LayerGraphs()
         return {
             "placement": self.placement,
             "groups": len(self.groups),
@@ -521,8 +523,9 @@ class Offload:
             "activations": None if self.activations is None else self.activations.summary(),
             "updated_early": None if (early := self.step_control.early_groups) is None else [g.name for g in early],
             "undo_bytes": self.step_control.shadow_bytes,
-            "graphs": "" if self.step_control.graphs is None else self.step_control.graphs.about,
-            "graph_bytes": 0 if self.step_control.graphs is None else self.step_control.graphs.peak_bytes,
+            "graphs": graphs.about,
+            "graph_bytes": graphs.peak_bytes,
+            "reserved_before_graphs": graphs.reserved_before,
             "host_share": self.host_share.about,
             "steps": self.step_control.num_steps,
             "rolled_back_steps": self.step_control.num_rolled_back,

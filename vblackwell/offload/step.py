@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory, StepAbandoned
 from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.offload.clipping import Clipping
 from vblackwell.offload.layout.groups import OLD_GRADIENT, OLD_KINDS, OLD_WEIGHT, Group, Slot
 from vblackwell.offload.layout.placement import StreamedPlacement, old_kinds
 from vblackwell.offload.movement.device_updates import DeviceUpdates
@@ -30,11 +31,6 @@ from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, 
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
 from vblackwell.offload.storage.storage import Ranges, spaces_of
 
-# A step that clips is 0.16 s longer where its updates began before the norm was known and were rolled back, one that
-# does not clip 0.27 s longer where they waited for it (2.70B on an H200, docs/journal/offload.md).
-CLIPS_ON = 0.6
-LATEST = 0.25  # the weight of the latest step
-
 
 class StepControl(Mover):
     """Decides when the groups of one model are updated, and ties together what moves their bytes.
@@ -42,8 +38,7 @@ class StepControl(Mover):
     Attributes:
         steps: of each parameter that a step, or an update before it, has asked for. source: the `VGPUAdamW`.
         num_steps, num_rolled_back: steps that came, and those in which updates that had begun before were rolled back.
-        follow_clipping: a step that clipped is taken to be followed by another, whose early updates are in vain, where
-            most were. Speed only.
+        follow_clipping: where a step is expected to clip, as ``clipping`` has it, no update begins before it. Speed only.
     """
 
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
@@ -72,8 +67,7 @@ class StepControl(Mover):
         self.steps: dict[Slot, int] = {}
         self.source: Any = None
         self.follow_clipping = True
-        self._clipped = False  # the last step
-        self._clips_on = 0.0  # of the steps that followed one that clipped those that did, too; the latest count most
+        self.clipping = Clipping()
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
         self._may_undo = set[Group]()  # groups that have room for a rollback
@@ -200,7 +194,7 @@ class StepControl(Mover):
     @property
     def _clips_again(self) -> bool:
         """Whether the coming step is expected to clip: its updates begin when the norm is known."""
-        return self._clipped and self._clips_on > CLIPS_ON and self.follow_clipping
+        return self.follow_clipping and self.clipping.expected
 
     def gradient_sent(self, group: Group) -> None:
         """The group's gradient is on its way; update after it if that was asked for and is possible."""
@@ -579,9 +573,7 @@ class StepControl(Mover):
             self.level0.end_step()
         self._end_step()
         self._open_window = False
-        if self._clipped:
-            self._clips_on += LATEST * ((factor is not None) - self._clips_on)
-        self._clipped = factor is not None
+        self.clipping.end_step(clipped=factor is not None)
 
     def skip_step(self) -> None:
         """The step has come but must change nothing (gradients that are not finite)."""

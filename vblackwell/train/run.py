@@ -299,7 +299,7 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
         "links": stats["links"],
         "host_updates": stats["host_updates"],
         "host_share": summary.get("host_share", ""),
-        "graph_bytes": summary.get("graph_bytes", 0),
+        **{name: summary.get(name, 0) for name in ("graph_bytes", "reserved_before_graphs")},
         "stall_seconds": stats["stall_seconds"],
         "stalled_share": stats["stall_seconds"] / max(run["seconds"], 1e-9),
         "ssd_written_bytes": sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd")),
@@ -315,8 +315,10 @@ def compare(plan: Plan, report: dict[str, Any], steps: list[tuple[float, bool]])
     steady = steps[2:] or steps  # a run's first steps are slower than the others
     clipped = sum(clips for _, clips in steady) / max(1, len(steady))
     level0, *below = report["levels"]
+    reserved = 0 if peak is None else peak["reserved"] - report["graph_bytes"]
+    without_graphs = max(reserved, report["reserved_before_graphs"])  # where they found room below an earlier peak
     measured = {
-        "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"] - report["graph_bytes"],
+        "gpu_bytes": level0["peak_bytes"] if peak is None else without_graphs,
         "host_bytes": sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu")),
         "tokens_per_second": statistics.median(speed for speed, _ in steady) if steady else None,
     }

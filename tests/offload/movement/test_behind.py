@@ -137,7 +137,7 @@ def test_a_clip_that_the_next_step_expects(update: str | float, dtype: torch.dty
     """Where most steps that followed one that clipped did, nothing starts early then: states lack nothing, and look
     ahead once more later."""
     pair = twins(update, dtype, max_grad_norm=1e3)
-    pair.engine.step_control._clips_on = 1.0
+    pair.engine.step_control.clipping.share = 1.0
     for seed, clip in enumerate("FFTTFFF"):
         pair.limit(1e-2 if clip == "T" else 1e3)
         pair.backward(seed)

@@ -55,7 +55,7 @@ def enabled(make_stack: MakeStack, level0_bytes: int, *, late: bool) -> tuple[nn
     plain, model = build(DECODER, use_checkpoint=True), build(DECODER, use_checkpoint=True)
     enable_vgpu_stack_optimization(model, make_stack(level0_bytes), update="device", placement="streamed")
     offload_of(model).level0.at_once = not late
-    offload_of(model).step_control._clips_on = 1.0  # as if steps had clipped in a row before
+    offload_of(model).step_control.clipping.share = 1.0  # as if steps had clipped in a row before
     return model, plain
 
 
@@ -262,7 +262,7 @@ def test_steps_that_clip_one_by_one_are_speculated_after_and_rows_of_them_are_no
 def test_closing_gives_back_what_stayed(make_stack: MakeStack):
     model, stack = build(DECODER), make_stack(1 << 20)
     enable_vgpu_stack_optimization(model, stack, update="device", placement="streamed")
-    offload_of(model).step_control._clips_on = 1.0
+    offload_of(model).step_control.clipping.share = 1.0
     optimizer = VGPUAdamW(model.parameters(), max_grad_norm=LIMIT, update_in_backward=True)
     for seed in range(2):
         DECODER.loss(model, seed).backward()

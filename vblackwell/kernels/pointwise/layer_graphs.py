@@ -234,7 +234,8 @@ class LayerGraphs:
         self._steps = deque[dict[Hashable, _Launched]](maxlen=2)
         self._step = defaultdict[Hashable, _Launched](_Launched)
         self._wanted: set[Hashable] = set()
-        self._limit = self._held = self.peak_bytes = 0  # the most that they held, those that were only tried included
+        self._limit = self._held = 0
+        self.peak_bytes = self.reserved_before = 0  # what they held at most, tried ones too; of torch before the first
         self.shared: dict[Hashable, Any] = {}  # what layers of one forward have in common: their callers' notes
         # By kind of foreign layers the number of their weights; None where they draw numbers or keep something.
         self.alone: dict[Hashable, int | None] = {}
@@ -336,6 +337,8 @@ class LayerGraphs:
         self, kind: Hashable, passes: Passes, foreign: Foreign, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
         given, on_gpu = (foreign, dy, x, weights), x.device.type == "cuda"
+        if on_gpu and not self.peak_bytes:
+            self.reserved_before = torch.cuda.max_memory_reserved(x.device)
         before = self._reserved(x.device) if on_gpu else 0
         try:
             if on_gpu:
@@ -360,6 +363,8 @@ class LayerGraphs:
             else:
                 self.declined = "a replay takes the host as long"
         except torch.OutOfMemoryError:
+            if on_gpu:
+                self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_reserved(x.device) - before)
             self.declined = f"a graph needs more of the GPU than the {format_bytes(self._limit)} that steps leave it"
         except Exception as error:  # whatever a foreign attention raises: a reason to launch it
             told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
