@@ -7,8 +7,8 @@ LATEST = 0.25  # the weight of the latest step
 
 
 class Clipping:
-    """What steps of one model did. ``share``: of those that followed one that clipped the part that did, too, the latest
-    counting most.
+    """What steps of one model did. ``share``: of those that followed one that clipped the part that did, too, of which
+    the latest count most.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class StepControl(Mover):
     Attributes:
         steps: of each parameter that a step, or an update before it, has asked for. source: the `VGPUAdamW`.
         num_steps, num_rolled_back: steps that came, and those in which updates that had begun before were rolled back.
-        follow_clipping: where a step is expected to clip, as ``clipping`` has it, no update begins before it. Speed only.
+        follow_clipping: no update begins before a step that is expected to clip (``clipping``). Speed only.
     """
 
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
