@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +26,7 @@ from tests.offload.movement import behind_twins
 from tests.waiting import wait_until
 from vblackwell.errors import StaleTensor, StepAbandoned
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload import api
+from vblackwell.offload import api, host_share
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.host_share import HostShare
@@ -310,7 +311,7 @@ class Updates(FastestUpdates):
         super().__init__({}, 0.0, cpu)
         self.place, self.asked = place, list[tuple[int, bool, float]]()
 
-    def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None) -> Any:
+    def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None, shown: Any = None) -> Any:
         self.asked.append((micro_batches, undo, cpu or self.cpu))
         return self.place(cpu or self.cpu)
 
@@ -376,6 +377,25 @@ def test_little_is_no_reason(rate: float, seconds: float, place: Callable[[float
     assert share.place == place(1000.0)
 
 
+@pytest.mark.parametrize(("micro_batches", "found"), [(1, None), (4, 0.3)])
+def test_of_several_micro_batches_seconds_are_shown_though_the_rate_is_as_it_was(micro_batches, found, monkeypatch):
+    """And though the CPU has updated nothing."""
+    asked, now = list[Any](), [0.0]
+
+    class Shown(Updates):
+        def __call__(self, micro_batches: int, undo: bool, cpu: Any = None, shown: Any = None) -> Any:
+            asked.append((micro_batches, cpu, shown))
+            return 0.0 if shown is None else 0.3
+
+    monkeypatch.setattr(host_share, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    share = HostShare(Shown(1000.0, lambda cpu: 0.0), lambda: (0, 0.0))
+    share.moved(share.first(micro_batches, True), 0)
+    assert share.again(2, micro_batches, True) is None
+    now[0] = 6.0
+    assert share.again(5, micro_batches, True) == found
+    assert asked[1:] == ([] if found is None else [(4, 1000.0, (0.0, 2.0))])
+
+
 @pytest.mark.parametrize("place", [0.25, "host"])
 def test_a_place_that_was_stated_stays(place: float | str):
     share, found = looks(FastestUpdates({}, 0.0, 0.0, place), [1000.0] * 12)
@@ -429,7 +449,8 @@ def test_a_run_moves_updates_when_its_steps_show_another_rate(
     shown, shared = engine.host_share.rates[0][0] * faster, engine.host_share.place
     assert not planned or shared == share
     monkeypatch.setattr(engine.host_share, "_updated", lambda: (int(shown * ours.num_steps_seen), ours.num_steps_seen))
-    ours.num_steps_seen = 0  # a second a step
+    ours.num_steps_seen = 0  # a second a step, and in no time
+    monkeypatch.setattr(host_share, "time", SimpleNamespace(perf_counter=lambda: 1e-9 * ours.num_steps_seen))
     places = list[list[str]]()
     for step in range(12):
         places.append(engine.summary()["updated_on_level0"])

@@ -1,7 +1,9 @@
 """The share of the updates that the host makes: chosen before the first step by rates that were measured without one,
-and again when steps have shown how fast the CPU updates in them. No bit depends on it.
+and again when steps have shown how fast the CPU updates in them, and of several micro-batches how long they take. No
+bit depends on it.
 """
 
+import time
 from collections.abc import Callable
 
 from vblackwell.kernels.optimizer.cpu import few_threads
@@ -26,7 +28,8 @@ class HostShare:
     def __init__(self, updates: FastestUpdates, updated: Callable[[], tuple[int, float]]) -> None:
         self._updates, self._updated = updates, updated
         self._cpu = updates.cpu
-        self._since: tuple[int, float] | None = None  # what had been updated when steps began to count
+        # What had been updated when steps began to count, their number and the time.
+        self._since: tuple[int, float, int, float] | None = None
         self._then, self.next_look = LOOKS, NEW
         self.place: Update | None = None
         self.rates = list[tuple[float, Update]]()
@@ -39,18 +42,20 @@ class HostShare:
         """After so many steps: another place than now if steps have shown a rate that gives one, else None; simulates
         then, for a second or a few. The caller says with `moved` that it is so.
         """
-        before, self._since = self._since, self._updated()
+        before, self._since = self._since, (*self._updated(), num_steps, time.perf_counter())
         if before is None:
             self.next_look = self._then
             return None
-        count, seconds = (now - then for now, then in zip(self._since, before, strict=True))
+        count, seconds, steps, passed = (now - then for now, then in zip(self._since, before, strict=True))
         self.next_look = self._then = 2 * num_steps
-        if not isinstance(self.place, float) or not self._cpu or seconds < MIN_SECONDS:
+        if not isinstance(self.place, float) or not self._cpu:
             return None
-        rate = count / seconds
+        rate = count / seconds if seconds >= MIN_SECONDS else self._cpu
         if abs(rate / self._cpu - 1) <= UNLIKE:
-            return None
-        place = self._updates(micro_batches, undo, rate)
+            if micro_batches == 1:
+                return None
+            rate = self._cpu
+        place = self._updates(micro_batches, undo, rate, (self.place, passed / steps))
         self._cpu = rate
         return None if isinstance(place, str) or abs(place - self.place) < MIN_CHANGE else place
 

@@ -33,6 +33,7 @@ SHARES = (*(number / 40 for number in range(25)), 1.0)  # of the parameters, tha
 LOADED = 0.3  # of level 0 for weights, where nothing else says how much: what steps leave becomes theirs
 ALIKE = 1.01  # of steps this close the one with the smaller share: one too large costs more than one too small
 MANY = 16  # micro-batches: with more the CPU is as busy adding up, and a simulation takes longer
+HALVINGS = 6  # of the interval in which a micro-batch's compute is sought
 COARSE_PIECES = 6  # of a ring of states: more take longer to simulate and choose the same
 
 Update = str | float  # a place, or the share of the parameters that the host updates
@@ -223,28 +224,59 @@ class FastestUpdates:
         self._placed, self._link, self._place = placed, link, place
         self._found: dict[tuple[int, bool, float], float] = {}  # no functools.cache, whose circle keeps groups alive
 
-    def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None) -> Update:
+    def __call__(
+        self, micro_batches: int, undo: bool, cpu: float | None = None, shown: tuple[float, float] | None = None
+    ) -> Update:
+        """``shown``: the share and the seconds of the last steps, by which what the GPU computes is known. Of several
+        micro-batches that decides: the CPU adds gradients up all the time, and updates where compute hides it. That
+        share is kept where it is as good.
+        """
         if not self._placed:
             return self._place
         asked = micro_batches, undo, cpu or self.cpu
+        if shown is not None and micro_batches > 1:
+            return self._better(*asked, *shown)
         if asked not in self._found:
             self._found[asked] = self._fastest(*asked)
         return self._found[asked]
 
-    def _fastest(self, micro_batches: int, undo: bool, cpu: float) -> float:
-        """Of every fourth share and all on the host, and of those near the best of these."""
+    def _better(self, micro_batches: int, undo: bool, cpu: float, share: float, seconds: float) -> float:
+        asked = micro_batches, undo, cpu
+        compute = self._compute(*asked, share, seconds)
+        best, now = self._fastest(*asked, compute), self._nearest(share)
+        return share if self._seconds(now, *asked, compute) <= ALIKE * self._seconds(best, *asked, compute) else best
+
+    def _nearest(self, share: float) -> float:
+        return min(self._placed, key=lambda each: abs(each - share))
+
+    def _compute(self, micro_batches: int, undo: bool, cpu: float, share: float, seconds: float) -> float:
+        """Seconds of a micro-batch's compute with which a step with this ``share`` takes as long as steps did."""
+        least, most = 0.0, seconds / min(micro_batches, MANY)
+        for _ in range(HALVINGS):
+            middle = (least + most) / 2
+            longer = self._seconds(self._nearest(share), micro_batches, undo, cpu, middle) >= seconds
+            least, most = (least, middle) if longer else (middle, most)
+        return least
+
+    def _seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
+        """Of a step; without memory for it endless."""
         # With an endless disk: where one bounds a step, all shares would seem alike.
         passing = self._link, self._link, self._link, self._link
         rates = Rates(math.inf, math.inf, math.inf, *passing, cpu, disk_read=math.inf, disk_write=math.inf)
+        phases = {"forward": compute / 4, "backward": 3 * compute / 4}  # with checkpoints
+        try:
+            lanes = _forecast(self._placed[share], phases, 0, min(micro_batches, MANY), undo, host_norms=False).lanes
+        except InsufficientMemory:
+            return math.inf
+        coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
+        return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
+
+    def _fastest(self, micro_batches: int, undo: bool, cpu: float, compute: float = 0.0) -> float:
+        """Of every fourth share and all on the host, and of those near the best of these."""
 
         @functools.cache
         def seconds(share: float) -> float:
-            try:
-                lanes = _forecast(self._placed[share], {}, 0, min(micro_batches, MANY), undo, host_norms=False).lanes
-            except InsufficientMemory:
-                return math.inf
-            coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
-            return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
+            return self._seconds(share, micro_batches, undo, cpu, compute)
 
         shares = list(self._placed)
         some = [*shares[::4], shares[-1]]
@@ -253,7 +285,7 @@ class FastestUpdates:
         tried = sorted({*some, *shares[max(0, near - 2) : near + 3]}) if seconds(best) < math.inf else shares
         least = min(map(seconds, tried))
         if least == math.inf and undo:
-            return self._fastest(micro_batches, False, cpu)
+            return self._fastest(micro_batches, False, cpu, compute)
         return next(each for each in tried if seconds(each) <= ALIKE * least)
 
 
@@ -270,7 +302,7 @@ def fastest_updates(
     More to compute hides more of the link and of the CPU, whatever their shares are: in 242 simulated steps of drawn
     models and machines, what is chosen without compute takes 1.01 of the best share's time with it in the mean, 1.02 in
     nine of ten, and 1.15 at most (docs/journal/offload.md). So no batch is needed, and a plan chooses what a run
-    without one does.
+    without one does; of several micro-batches steps tell later.
 
     Args:
         levels: without the model. measured: the link both ways at once in bytes/s each, and AdamW on the CPU beside
