@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -136,6 +137,12 @@ def test_a_plan_is_refused_where_its_run_is(place, finished):
     refused(place, ["train", "--plan", "run/final", "--out", "./run/final"], "run/final is the folder of --model")
     shorter = ["train", "--plan", "--resume", "--out", "run", "--max-steps", "15"]
     refused(place, shorter, "ends at step 15", "of step 20")
+    (place.folder / "link").symlink_to("gone")
+    for each in ([], ["--plan"]):
+        refused(place, place.train_words("--out", "link", *each), "--out link is a link to what is not there")
+        with open(place.folder / "run/.lock", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            refused(place, ["train", "--resume", "--out", "run", *each], "run is in use by process")
     shutil.rmtree(place.folder / "run/checkpoints")
     refused(place, shorter, "run has finished its 24 steps, and kept no checkpoint")
     assert "plan: " in place.vb("train", "--plan", "--resume", "--out", "run").stdout

@@ -14,7 +14,7 @@ import pytest
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.train.config import TrainConfig, resolve
-from vblackwell.train.runfolder import SETTINGS, RunFolder, read_stored_config
+from vblackwell.train.runfolder import SETTINGS, RunFolder, default_out, read_stored_config
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -80,6 +80,40 @@ def test_where_nothing_may_be_written_is_refused_at_once(out, monkeypatch, tmp_p
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "run" or not mode & os.W_OK)
     with pytest.raises(DiskError, match=f"{tmp_path / out}: {tmp_path / 'run'} may not be written to: .*another --out"):
         RunFolder(tmp_path / out, resume=False)
+
+
+def test_who_asks_whether_a_folder_is_in_use_locks_and_writes_nothing(tmp_path):
+    run = tmp_path / "run"
+    RunFolder(run, resume=False).refuse_in_use()
+    assert not run.exists()
+    run.mkdir()
+    RunFolder(run, resume=False).refuse_in_use()
+    assert not list(run.iterdir())
+    first, second = (RunFolder(run, resume=False) for _ in range(2))
+    first.lock()
+    before = (run / ".lock").stat()
+    with pytest.raises(ConfigurationError, match=f"in use by process {os.getpid()}: wait for it"):
+        second.refuse_in_use()
+    first.release()
+    second.refuse_in_use()
+    assert (run / ".lock").stat().st_mtime_ns == before.st_mtime_ns
+    first.lock()  # which the one that asked does not hold
+    first.release()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("out", ["link", "link/run"])
+def test_a_link_to_nothing_is_no_place_for_a_run(out, resume, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigurationError, match=r"link is a link to what is not there: choose another --out"):
+        RunFolder(tmp_path / out, resume)
+
+
+def test_a_default_folder_is_no_link_to_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/tiny").symlink_to("gone")
+    assert str(default_out("tiny")) == "runs/tiny-2"
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "1", "null", "{", "\udcff"])

@@ -28,13 +28,35 @@ def lock_file(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        holder = _holder(descriptor)
         os.close(descriptor)
         raise Locked(holder) from None
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def refuse_locked(path: Path) -> None:
+    """Raises as `lock_file` where that could not lock ``path``; makes, writes and keeps nothing.
+
+    Linux has no query for ``flock``, and /proc/locks leaves out containers and NFS: a shared lock is held for an
+    instant, which others that ask share.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # as `lock_file` opens it
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Locked(_holder(descriptor)) from None
+    finally:
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
 
 
 def disk_error(action: str, path: Path, error: OSError) -> DiskError:

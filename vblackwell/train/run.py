@@ -76,6 +76,7 @@ def train(config: TrainConfig) -> int:
 def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
     """Tell the plan alone, of a run that would begin."""
     folder = _folder_of(config)
+    folder.refuse_in_use()
     config, _ = _as_begun(config, folder.path)
     try:
         decided = decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)

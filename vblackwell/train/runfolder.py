@@ -13,18 +13,20 @@ import difflib
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.folders.commit import clean_leftovers
-from vblackwell.machine.lock import Locked, lock_file
+from vblackwell.machine.lock import Locked, lock_file, refuse_locked
 from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
 
 FINAL, ADAPTER, CHECKPOINTS = "final", "adapter", "checkpoints"
 SETTINGS, REPORT, TRACE, LOCK = "settings.json", "report.json", "trace.json", ".lock"
+T = TypeVar("T")
 RUNS, MAX_SHOWN = Path("runs"), 4
 _HASH = "xxh3"  # of the settings, in their own file
 _KEPT = SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL  # of which a run that has begun has one
@@ -32,8 +34,8 @@ _KEPT = SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL  # of which a run that has be
 
 class RunFolder:
     """``path`` as a run's folder; nothing is written or locked yet. Raises ConfigurationError: it is the folder of the
-    run's ``model``, a file or below one, holds a run that ``resume`` does not ask for, or a file where a run has a
-    folder or the reverse; DiskError: it may not be written to.
+    run's ``model``, a file, a dangling link or below one, holds a run that ``resume`` does not ask for, or a file where
+    a run has a folder or the reverse; DiskError: it may not be written to.
     """
 
     def __init__(self, path: Path, resume: bool, model: str | None = None) -> None:
@@ -41,10 +43,11 @@ class RunFolder:
         self._lock: int | None = None  # the descriptor that holds it
         if not resume and model is not None and path.is_dir() and path.resolve() == Path(model).resolve():
             raise ConfigurationError(f"--out {path} is the folder of --model: choose another --out")
-        nearest = next(each for each in (path, *path.parents) if each.exists())
+        nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if not nearest.is_dir():
             below = f": {nearest}" if nearest != path else ""
-            raise ConfigurationError(f"--out {path}{below} is a file: choose another --out")
+            kind = "a file" if nearest.exists() else "a link to what is not there"
+            raise ConfigurationError(f"--out {path}{below} is {kind}: choose another --out")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise DiskError(f"--out {path}: {nearest} may not be written to: choose another --out")
         for names, is_wrong, kind in (
@@ -65,7 +68,7 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other processes out of the folder, which is there, and remove what a killed one left half written.
         Raises ConfigurationError: another one uses it, or has begun a run there since this one began; DiskError."""
-        self._lock = self._locked()
+        self._lock = self._ask(lock_file)
         if self.has_run and not self._had_run:
             self.release()
             said = "has come to hold a run of another process since this one began: choose another"
@@ -75,6 +78,10 @@ class RunFolder:
         clean_leftovers(self.path, FINAL)
         clean_leftovers(self.path, ADAPTER)  # which take room, too; nobody else writes here while it is locked
         clean_leftovers(self.checkpoints)
+
+    def refuse_in_use(self) -> None:
+        """Raise as `lock` where another process uses the folder, which may not be there; nothing is locked."""
+        self._ask(refuse_locked)
 
     def create(self) -> None:
         """Make the folder if need be, and `lock` it."""
@@ -108,10 +115,10 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _locked(self) -> int:
+    def _ask(self, of_lock: Callable[[Path], T]) -> T:
         path = self.path / LOCK
         try:
-            return lock_file(path)
+            return of_lock(path)
         except Locked as holder:
             raise ConfigurationError(
                 f"run folder {self.path} is in use by process {holder}: wait for it, or choose another --out"
@@ -219,4 +226,4 @@ def _runs_near(name: str) -> str:
 def default_out(name: str) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist yet."""
     names = (RUNS / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-    return next(path for path in names if not path.exists())
+    return next(path for path in names if not os.path.lexists(path))
