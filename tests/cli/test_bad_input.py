@@ -148,6 +148,43 @@ def test_a_plan_is_refused_where_its_run_is(place, finished):
     assert "plan: " in place.vb("train", "--plan", "--resume", "--out", "run").stdout
 
 
+def damage(path: Path) -> None:
+    """Flip a bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_plan_of_a_shorter_run_goes_by_intact_checkpoints(place, finished):
+    """As the run: one that is damaged is passed over, and an end that has been exported leaves nothing to do."""
+    shutil.copytree(finished[1], place.folder / "run")
+    shorter = ["train", "--resume", "--out", "run", "--max-steps"]
+    told = place.vb(*shorter, "11", "--plan", code=2)
+    assert "ends at step 11, and its newest checkpoint is of step 20" in told.stderr and not told.stdout
+    damage(place.folder / "run/checkpoints/step-00000020/model.safetensors")
+    told = place.vb(*shorter, "11", "--plan").stdout
+    assert "passed over a damaged checkpoint" in told and "plan: " in told
+    assert "after step 10" in place.vb(*shorter, "11").stdout
+
+
+def test_a_plan_of_a_shorter_run_needs_an_intact_checkpoint(place, finished):
+    shutil.copytree(finished[1], place.folder / "run")
+    for path in (place.folder / "run/checkpoints").iterdir():
+        damage(path / "model.safetensors")
+    for each in ([], ["--plan"]):
+        refused(place, ["train", "--resume", "--out", "run", "--max-steps", "1", *each], "no checkpoint is intact")
+
+
+def test_a_plan_of_what_has_been_exported_is_told(place, finished):
+    """Its run has nothing to do: where the end was moved, and then moved back."""
+    shutil.copytree(finished[1], place.folder / "run")
+    newest = place.folder / "run/checkpoints/step-00000020"
+    newest.rename(newest.with_name("step-00000030"))
+    words = ["train", "--resume", "--out", "run", "--max-steps", "24"]
+    assert "finished its 24 steps already" in place.vb(*words).stdout
+    assert "plan: " in place.vb(*words, "--plan").stdout
+
+
 def test_a_plan_is_refused_where_there_is_no_room(place):
     """Which only root is told of /proc; others may not write there."""
     words, said = place.train_words("--out", "/proc/run", "--max-steps", "4"), "0 B are free"
@@ -163,9 +200,7 @@ def test_damaged_checkpoints(place, finished):
     final = (here / "final/model.safetensors").read_bytes()
     shutil.rmtree(here / "final")
     newest = here / "checkpoints/step-00000020/model.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
+    damage(newest)
     output = place.vb("train", "--out", "run", "--resume").stdout
     assert "damaged checkpoint" in output and "after step 10" in output
     assert (here / "final/model.safetensors").read_bytes() == final

@@ -65,18 +65,25 @@ def write_checkpoint(parent: Path, prepared: Prepared, say: Callable[[str], None
         say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
 
 
+def newest_intact(parent: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest intact checkpoint under ``parent``, all of whose bytes are read; None if there is none yet; damaged
+    ones that are newer are told. Raises CorruptData: all are damaged."""
+    # One without a manifest counts as damaged: folders get their names with it, so it was lost later.
+    found, problems = commit.first_intact(commit.numbered(parent))
+    for problem in problems:
+        say(f"passed over a damaged checkpoint: {problem}")
+    if found is None and problems:
+        raise CorruptData(f"{parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out")
+    return found
+
+
 def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) -> TrainerState | None:
     """Load the newest intact checkpoint under ``parent`` into the model; None, and a message, if there is none yet.
     Raises ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
     """
     model, made = prepared.model, adapted(prepared.model)
-    # One without a manifest counts as damaged: folders get their names with it, so it was lost later.
-    found, problems = commit.first_intact(commit.numbered(parent))
-    for problem in problems:
-        say(f"passed over a damaged checkpoint: {problem}")
+    found = newest_intact(parent, say)
     if found is None:
-        if problems:
-            raise CorruptData(f"{parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out")
         say("no checkpoint yet: starting over")
         return None
     stored = _read_trainer(found, prepared)

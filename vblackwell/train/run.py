@@ -36,6 +36,7 @@ from vblackwell.train.checkpoint import (
     load_adapter,
     load_newest,
     merged_type,
+    newest_intact,
     refuse_full_disk,
     write_checkpoint,
 )
@@ -78,15 +79,29 @@ def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: E
     folder = _folder_of(config)
     folder.refuse_in_use()
     config, _ = _as_begun(config, folder.path)
+    if config.max_steps is not None:  # else the data says, which takes long to read
+        _refuse_planned_end(folder, config, progress)
     try:
         decided = decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)
     except Stopped:
         progress.say("stopped before the plan was made")
         return stop.exit_code
-    newest = newest_complete(folder.checkpoints)
-    _refuse_end(folder.path, step_of(newest[0]) if newest else None, decided.config)
+    if config.max_steps is None:
+        _refuse_planned_end(folder, decided.config, progress)
     refuse_full_disk(folder.path, decided.found.model, decided.config)
     return 0
+
+
+def _refuse_planned_end(folder: RunFolder, config: TrainConfig, progress: Progress) -> None:
+    """Raises what the run would raise at its end, or at checkpoints of which none is intact. A checkpoint that the end
+    lets the run go on from is not read: if it is damaged, an older one will do."""
+    assert config.max_steps is not None
+    complete = newest_complete(folder.checkpoints)
+    if not config.resume or (complete and step_of(complete[0]) <= config.max_steps):
+        return
+    if exported_step(folder.path) != config.max_steps:  # else it has nothing to do
+        found = newest_intact(folder.checkpoints, progress.say)
+        _refuse_end(folder.path, None if found is None else step_of(found), config)
 
 
 def _folder_of(config: TrainConfig) -> RunFolder:
