@@ -358,6 +358,13 @@ def test_command_line(source, tmp_path, capsys):
     assert "choose one of nvfp4" in capsys.readouterr().err and not Path(tmp_path / "x").exists()
 
 
+def test_names_to_keep_may_begin_with_flags(source, tmp_path, capsys):
+    out = ["--model", str(source), "--out", str(tmp_path / "out")]
+    assert main(["quantize", *out, "--keep", "(?i)MLP"]) == 0
+    packed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.endswith(" dB")]
+    assert len(packed) == 8 and all(name.split(".")[3] == "self_attn" for name in packed)
+
+
 def test_an_assignment_says_what_is_packed(source, tmp_path):
     named = {"up": (96, 64), "down": (64, 96), "gate": (96, 64)}
     shapes = {f"model.layers.0.mlp.{name}_proj": shape for name, shape in named.items()}

@@ -8,7 +8,7 @@ one.
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,7 +91,7 @@ def quantize_folder(
     *,
     block_size: int | None = None,
     pattern: str = "all",
-    keep: str = HEAD,
+    keep: str | Sequence[str] = HEAD,
     device: torch.device | str = "cpu",
     assignment: Assignment | None = None,
     w4a8: bool = False,

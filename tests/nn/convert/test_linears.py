@@ -1,5 +1,6 @@
 """Replacing linears in models: what is taken, what is kept, and that training goes on."""
 
+import re
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.nn.convert.linears import (
     LARGE_ELEMENTS,
     find_linears,
+    head_and,
     install_packed,
     replace_linears,
     select_linears,
@@ -67,6 +69,25 @@ def test_patterns():
         select_linears(model, "(")
     with pytest.raises(ConfigurationError, match="Conv2d: it has none"):
         select_linears(nn.Conv2d(1, 1, 1))
+
+
+@pytest.mark.parametrize("keep", ["(?i)DOWN", "(?x) down  # not packed"])
+def test_names_to_keep_may_be_any_expression_that_compiles_alone(keep):
+    """Joined to the heads', flags would stand in the middle, and groups have other numbers."""
+    assert list(select_linears(Tiny(), keep=head_and(keep))) == ["up"]
+
+
+def test_a_group_is_repeated_by_its_own_number():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    assert set(find_linears(model)) - set(select_linears(model, keep=head_and(r"^(\d)\1$"))) == {"11"}
+
+
+@pytest.mark.parametrize("wrong", ["(", "x)|(?:y", "x(?i)"])
+def test_a_wrong_expression_is_shown_as_it_was_given(wrong):
+    said = re.escape(f"{wrong!r} is no regular expression: ")
+    for keep, pattern in ((wrong, "all"), (None, wrong)):
+        with pytest.raises(ConfigurationError, match=f"^{said}"):
+            find_linears(Tiny(), pattern, head_and(keep))
 
 
 def test_an_optimizer_made_before_still_trains_the_model():

@@ -128,7 +128,7 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
 
 
 def assign_precision(
-    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None, **which: str
+    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None, **which: Any
 ) -> Assignment:
     """The cheapest precisions by which the calibration loss rises by at most ``budget``, a share of it, or the best of
     at most ``max_bits`` a weight; ``which`` are ``pattern`` and ``keep`` of `select_linears`.

@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTIL
 
 
 def find_linears(
-    model: nn.Module, pattern: str = "all", keep: str = HEAD, *, transposed: bool = False
+    model: nn.Module, pattern: str = "all", keep: str | Sequence[str] = HEAD, *, transposed: bool = False
 ) -> dict[str, str | None]:
     """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be. ``pattern`` is 'all',
-    'large' or a regular expression searched for in names, ``keep`` one for names that stay; ``transposed``: the caller
-    takes transformers' `Conv1D`, whose weight is stored as (inputs, outputs).
+    'large' or a regular expression searched for in names, ``keep`` one or several for names that stay; ``transposed``:
+    the caller takes transformers' `Conv1D`, whose weight is stored as (inputs, outputs). Raises ConfigurationError: one
+    of them is no regular expression.
     """
-    wanted, kept = _compiled(pattern), _compiled(keep)
+    wanted, kept = _compiled(pattern), [_compiled(each) for each in ([keep] if isinstance(keep, str) else keep)]
     owners: dict[int, list[str]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -65,7 +66,7 @@ def find_linears(
         reasons = {
             "the output head: its error reaches the logits directly": module is head,
             f"its weight is shared with {''.join(others[:1])}: packing one would untie them": others,
-            "its name is among those to keep": kept.search(name),
+            "its name is among those to keep": any(each.search(name) for each in kept),
             "it is the model itself, which cannot be replaced in place": not name,
             "its weight is stored as (inputs, outputs), which this does not take": turned_over and not transposed,
             "an adapter's own matrix, which is trained as it is": name and _in_adapter(model, name),
@@ -94,10 +95,10 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
     return False
 
 
-def head_and(keep: str | None) -> str:
-    """The expression for names that stay: the output head's, and in addition what ``keep`` matches. Raises
-    ConfigurationError: that is no regular expression."""
-    return HEAD if keep is None else f"(?:{HEAD})|(?:{_compiled(keep).pattern})"
+def head_and(keep: str | None) -> tuple[str, ...]:
+    """The expressions for names that stay: the output head's, and ``keep``, which may begin with flags and so is not
+    joined to it. Raises ConfigurationError: that is no regular expression."""
+    return (HEAD,) if keep is None else (HEAD, _compiled(keep).pattern)
 
 
 def _compiled(expression: str) -> re.Pattern[str]:
@@ -108,7 +109,7 @@ def _compiled(expression: str) -> re.Pattern[str]:
 
 
 def select_linears(
-    model: nn.Module, pattern: str = "all", keep: str = HEAD, *, transposed: bool = False
+    model: nn.Module, pattern: str = "all", keep: str | Sequence[str] = HEAD, *, transposed: bool = False
 ) -> dict[str, nn.Linear]:
     """The linears that `find_linears` lets be packed, by module name; ConfigurationError for none."""
     return _selected(model, pattern, find_linears(model, pattern, keep, transposed=transposed))
