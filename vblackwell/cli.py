@@ -6,6 +6,7 @@ one line on standard error and exit code 2; ``--debug`` shows where it came from
 
 import argparse
 import atexit
+import fcntl
 import gc
 import inspect
 import io
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault(name, level)
     try:
         try:
-            if not has_stdout:
-                said = "standard output is closed, and what the command says would be lost"
+            if not has_stdout or _is_read_only(sys.stdout):
+                how = "open for reading alone" if has_stdout else "closed"
+                said = f"standard output is {how}, and what the command says would be lost"
                 raise ConfigurationError(f"{said}: send it to a file, or to /dev/null")
             code = _dispatch(words)
         except SystemExit as leave:  # --help
@@ -100,6 +102,14 @@ def _open_closed_streams() -> bool:
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode))
     return is_open
+
+
+def _is_read_only(stream: TextIO) -> bool:
+    """Whether the shell opened it for reading alone (`vb ... 1< FILE`)."""
+    try:
+        return fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    except io.UnsupportedOperation:  # a caller's, which has no descriptor
+        return False
 
 
 def _complain(line: str) -> None:

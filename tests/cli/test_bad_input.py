@@ -292,12 +292,13 @@ def shell(words: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["sh", "-c", f'"$0" -m vblackwell {words}', sys.executable], capture_output=True)
 
 
+@pytest.mark.parametrize(("how", "said"), [(">&-", b"closed,"), ("1</dev/null", b"open for reading alone,")])
 @pytest.mark.parametrize("words", ["doctor", "estimate tiny", "train --out run", "train --help", "--version"])
-def test_a_closed_output_is_refused_at_once(words, tmp_path, monkeypatch):
+def test_a_closed_output_is_refused_at_once(words, how, said, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    done = shell(f"{words} >&-")
-    assert done.returncode == 2 and done.stderr.startswith(b"vb: error: standard output is closed")
+    done = shell(f"{words} {how}")
+    assert done.returncode == 2 and done.stderr.startswith(b"vb: error: standard output is " + said)
     assert done.stderr.count(b"\n") == 1 and b"/dev/null" in done.stderr and not list(tmp_path.iterdir())
 
 
