@@ -185,6 +185,20 @@ def test_a_plan_of_what_has_been_exported_is_told(place, finished):
     assert "plan: " in place.vb(*words, "--plan").stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host-memory", "4000TiB"], "--host-memory 4000 TiB are RAM on a CPU"),
+        (["--fast-memory", "4000TiB"], "--fast-memory 4000 TiB are RAM on a CPU"),
+        (["--disk-memory", "4000TiB"], "--disk-memory 4000 TiB: "),
+        (["--disk-memory", "8MiB", "--disk-path", "/dev/shm"], "disk path /dev/shm is on tmpfs"),
+    ],
+)
+def test_a_plan_is_refused_what_the_machine_does_not_have(place, words, said):
+    for each in ([], ["--plan"]):
+        refused(place, place.train_words(*words, *each, "--out", "run", "--max-steps", "1"), said)
+
+
 def test_a_plan_is_refused_where_there_is_no_room(place):
     """Which only root is told of /proc; others may not write there."""
     words, said = place.train_words("--out", "/proc/run", "--max-steps", "4"), "0 B are free"

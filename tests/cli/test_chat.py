@@ -82,10 +82,14 @@ def test_what_cannot_be_used_is_refused(place, folders, chat):  # noqa: F811
     chat.write_text(good)
     refused(place, ["train", "--data", str(chat)], "conversations (alpaca)", "--tokenizer")
     refused(place, words(place, folder, chat, "--seq-length", "8"), "no training conversation", "raise --seq-length")
-    more = ("--seq-length", "48", "--use-flash-attn")
-    refused(place, words(place, folders("llama"), chat, *more), "--use-flash-attn", "--no-packing")
     more = ("--seq-length", "48", "--packing")
     refused(place, words(place, folders("opt"), chat, *more), "--packing: OPTForCausalLM", "--no-packing")
+
+
+def test_a_fixed_attention_for_packed_rows_is_refused_of_a_plan_too(place, folders, chat):  # noqa: F811
+    for each in ([], ["--plan"]):
+        more = ("--seq-length", "48", "--use-flash-attn", *each)
+        refused(place, words(place, folders("llama"), chat, *more), "--use-flash-attn", "--no-packing")
 
 
 def test_a_model_that_mixes_documents_gets_a_row_for_each(place, folders, chat):  # noqa: F811

@@ -126,6 +126,13 @@ def test_what_is_not_said_is_chosen_told_and_kept(place, folders):
     assert "chosen:" not in output and "float32 on cpu" in output and "2 steps of 256 tokens" in output
 
 
+def test_attention_that_cannot_be_had_is_refused_of_a_plan_too(place, folders):
+    sliding = words(place, folders("mistral"), *RUN, "--use-flash-attn")
+    for each in ([], ["--plan"]):
+        said = "--use-flash-attn: MistralForCausalLM: its sliding window of 8 is shorter than --seq-length 16"
+        refused(place, [*sliding, *each], said)
+
+
 def test_what_is_wrong_with_a_folder_is_named(place, folders):
     folder = place.folder / "model"
     shutil.copytree(folders("qwen3"), folder)
@@ -149,8 +156,6 @@ def test_what_is_wrong_with_a_folder_is_named(place, folders):
     config.unlink()
     refused(place, train, str(config), "No such file")
     config.write_text(good)
-    sliding = words(place, folders("mistral"), *RUN, "--use-flash-attn")
-    refused(place, sliding, "--use-flash-attn: MistralForCausalLM", "sliding window of 8", "--seq-length 16")
     refused(place, [*train, "--seq-length", "65"], "--seq-length 65", "64 positions", str(config))
 
     shard = sorted(folder.glob("*.safetensors"))[1]

@@ -103,6 +103,15 @@ class Decided:
     train: Dataset
     validation: Dataset
 
+    @property
+    def packs(self) -> bool:
+        """Whether several documents share a row, which must not see each other."""
+        return isinstance(self.train, ChatDataset) and self.train.packing
+
+    @property
+    def computed_in(self) -> str:
+        return str(self.compute_dtype or torch.float32).removeprefix("torch.")
+
 
 def decide(
     config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
@@ -197,26 +206,17 @@ def _prepare(
 ) -> Prepared | None:
     """As `prepare`; None, which is said, where the model mixes documents that were packed without being asked for."""
     decided = decide(config, device, progress, stop, cleanup)
-    config, found, plan, train = decided.config, decided.found, decided.plan, decided.train
+    config, found, plan = decided.config, decided.found, decided.plan
     model, compute_dtype = found.model, decided.compute_dtype
-    packs = isinstance(train, ChatDataset) and train.packing  # several documents a row, which must not see each other
-    computed_in = str(compute_dtype or torch.float32).removeprefix("torch.")
     assert config.max_steps is not None and config.warmup_steps is not None
     if config.gradient_checkpointing:
         checkpoint_layers(model)
-    formats = Formats(config.optimizer_states, config.masters, config.seed)
-    if not supports(formats, [compute_dtype or torch.float32]):
-        flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
-        raise Unsupported(f"{flags} cannot be had with {computed_in} compute: add --precision bf16, or drop the flag")
-    attention = choose_attention(config, found, compute_dtype, device, cleanup, packs)
+    formats, attention, stack, state_bytes = set_up(decided, device, cleanup)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, "
         f"{config.max_steps} steps of {config.tokens_per_step} tokens at a rate of {config.learning_rate:g}, "
-        f"{computed_in} on {device}, attention: {attention}"
+        f"{decided.computed_in} on {device}, attention: {attention}"
     )
-    state_bytes = bytes_when_resident(model, compute_dtype, formats)
-    stack = build_stack(config, device, plan, state_bytes=state_bytes)
-    cleanup.callback(stack.close)
     cleanup.callback(lambda: (engine := offload_of(model)) and engine.close())  # also when what follows fails
     levels = [f"{level_in_words(level.name)} {format_bytes(level.capacity_bytes)}" for level in stack.levels]
     levels[0] += "" if device.type == "cuda" else " (RAM that stands for a GPU)"
@@ -240,7 +240,7 @@ def _prepare(
     engine = offload_of(model)
     if plan is not None and plan.updates is not None and isinstance(engine, Offload):
         engine.share_by(plan.updates)
-    if packs and not isinstance(model, Decoder):
+    if decided.packs and not isinstance(model, Decoder):
         reason = why_not_apart(model, found.config["vocab_size"], device)
         if reason is not None:
             _not_packed(config, reason, progress)
@@ -250,7 +250,7 @@ def _prepare(
         model=model,
         optimizer=make_optimizer(model, config),
         stack=stack,
-        data=train,
+        data=decided.train,
         validation=decided.validation,
         schedule=Schedule(peak, peak * config.min_learning_rate_ratio, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if compute_dtype is torch.float16 else None,
@@ -263,6 +263,24 @@ def _prepare(
         plan=plan,
         attention=attention,
     )
+
+
+def set_up(decided: Decided, device: torch.device, cleanup: ExitStack) -> tuple[Formats, str, VGPUStack, int]:
+    """What a run asks of the machine after `decide`, and before it takes memory: AdamW's formats, the attention that
+    runs, the stack, both until ``cleanup``, and the bytes of the training state. Raises Unsupported: the machine or the
+    model has no such format or attention; others as `build_stack`.
+    """
+    config, dtype = decided.config, decided.compute_dtype
+    formats = Formats(config.optimizer_states, config.masters, config.seed)
+    if not supports(formats, [dtype or torch.float32]):
+        flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
+        remedy = "add --precision bf16, or drop the flag"
+        raise Unsupported(f"{flags} cannot be had with {decided.computed_in} compute: {remedy}")
+    attention = choose_attention(config, decided.found, dtype, device, cleanup, decided.packs)
+    state_bytes = bytes_when_resident(decided.found.model, dtype, formats)
+    stack = build_stack(config, device, decided.plan, state_bytes=state_bytes)
+    cleanup.callback(stack.close)
+    return formats, attention, stack, state_bytes
 
 
 def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:

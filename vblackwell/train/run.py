@@ -42,7 +42,7 @@ from vblackwell.train.checkpoint import (
 )
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
-from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare
+from vblackwell.train.prepare import Prepared, begin, decide, open_data, prepare, set_up
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest
 from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config
@@ -81,13 +81,15 @@ def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: E
     config, _ = _as_begun(config, folder.path)
     if config.max_steps is not None:  # else the data says, which takes long to read
         _refuse_planned_end(folder, config, progress)
+    device = choose_device(config.device, progress.say)
     try:
-        decided = decide(config, choose_device(config.device, progress.say), progress, stop, cleanup)
+        decided = decide(config, device, progress, stop, cleanup)
     except Stopped:
         progress.say("stopped before the plan was made")
         return stop.exit_code
     if config.max_steps is None:
         _refuse_planned_end(folder, decided.config, progress)
+    set_up(decided, device, cleanup)
     refuse_full_disk(folder.path, decided.found.model, decided.config)
     return 0
 
