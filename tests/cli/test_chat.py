@@ -92,6 +92,14 @@ def test_a_fixed_attention_for_packed_rows_is_refused_of_a_plan_too(place, folde
         refused(place, words(place, folders("llama"), chat, *more), "--use-flash-attn", "--no-packing")
 
 
+@pytest.mark.parametrize(("name", "told"), [("opt", True), ("llama", False)])
+def test_a_plan_says_that_it_cannot_try_whether_documents_stay_apart(name, told, place, folders, chat):  # noqa: F811
+    """Which takes weights; our decoder keeps them apart."""
+    made = place.vb(*words(place, folders(name), chat, "--seq-length", "48", "--packing", "--plan")).stdout
+    assert ("not in the plan: whether OPTForCausalLM keeps a row's documents apart" in made) == told
+    assert ("not in the plan" in made) == told and "plan: " in made
+
+
 def test_a_model_that_mixes_documents_gets_a_row_for_each(place, folders, chat):  # noqa: F811
     """The run is that of --no-packing."""
     sizes = ("--seq-length", "48", "--max-steps", "2")

@@ -25,6 +25,7 @@ from vblackwell.generate.generate import generate_batch, position_limit
 from vblackwell.generate.sampling import Sampling
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.memory.level import level_in_words
+from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import offload_of
 from vblackwell.planner.placement import Plan
 from vblackwell.planner.predictions import NUMBERS, keep_prediction
@@ -90,7 +91,13 @@ def _plan(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: E
     if config.max_steps is None:
         _refuse_planned_end(folder, decided.config, progress)
     set_up(decided, device, cleanup)
-    refuse_full_disk(folder.path, decided.found.model, decided.config)
+    model = decided.found.model
+    refuse_full_disk(folder.path, model, decided.config)
+    if decided.packs and not isinstance(model, Decoder):
+        name = type(model).__name__
+        progress.say(
+            f"not in the plan: whether {name} keeps a row's documents apart, which a run tries with its weights"
+        )
     return 0
 
 
