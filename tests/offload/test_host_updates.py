@@ -393,7 +393,11 @@ def test_of_several_micro_batches_seconds_are_shown_though_the_rate_is_as_it_was
     assert share.again(2, micro_batches, True) is None
     now[0] = 6.0
     assert share.again(5, micro_batches, True) == found
+    now[0] += 5 * 2.1
+    assert share.again(10, micro_batches, True) is None  # as long as before, about
     assert asked[1:] == ([] if found is None else [(4, 1000.0, (0.0, 2.0))])
+    now[0] += 10 * 2.5
+    assert share.again(20, micro_batches, True) == found
 
 
 @pytest.mark.parametrize("place", [0.25, "host"])

@@ -11,7 +11,7 @@ from vblackwell.offload.layout.forecast import FastestUpdates, Update
 
 NEW = 2  # steps, the first ones and those after a move, that do not count: they compile, and bring memory's pages
 LOOKS = 5  # steps to the first look; then twice as many each time, as machines change
-UNLIKE = 0.1  # of the rate that was taken: hosts do the same step in times that differ by as much
+UNLIKE = 0.1  # of the rate, or of a step's time, that was taken: hosts do the same step in times that differ by as much
 MIN_SECONDS = 0.1  # of updates, for a rate to be one
 MIN_CHANGE = 0.04  # of the updates: for less nothing is moved
 
@@ -30,6 +30,7 @@ class HostShare:
         self._cpu = updates.cpu
         # What had been updated when steps began to count, their number and the time.
         self._since: tuple[int, float, int, float] | None = None
+        self._step = 0.0  # seconds of steps by which the place was chosen
         self._then, self.next_look = LOOKS, NEW
         self.place: Update | None = None
         self.rates = list[tuple[float, Update]]()
@@ -52,11 +53,11 @@ class HostShare:
             return None
         rate = count / seconds if seconds >= MIN_SECONDS else self._cpu
         if abs(rate / self._cpu - 1) <= UNLIKE:
-            if micro_batches == 1:
+            if micro_batches == 1 or abs(passed / steps - self._step) <= UNLIKE * self._step:
                 return None
             rate = self._cpu
         place = self._updates(micro_batches, undo, rate, (self.place, passed / steps))
-        self._cpu = rate
+        self._cpu, self._step = rate, passed / steps
         return None if isinstance(place, str) or abs(place - self.place) < MIN_CHANGE else place
 
     def moved(self, place: Update, num_steps: int) -> None:
