@@ -400,6 +400,14 @@ def test_of_several_micro_batches_seconds_are_shown_though_the_rate_is_as_it_was
     assert share.again(20, micro_batches, True) == found
 
 
+def test_a_first_look_that_comes_late_is_followed_by_steps():
+    """As nothing is moved inside of windows that several backwards make."""
+    share = HostShare(Updates(1000.0, lambda cpu: 0.25), lambda: (0, 0.0))
+    share.moved(0.25, 0)
+    assert share.again(25, 4, True) is None and share.next_look == 28
+    assert share.again(28, 4, True) is None and share.next_look == 56
+
+
 @pytest.mark.parametrize("place", [0.25, "host"])
 def test_a_place_that_was_stated_stays(place: float | str):
     share, found = looks(FastestUpdates({}, 0.0, 0.0, place), [1000.0] * 12)

@@ -45,7 +45,7 @@ class HostShare:
         """
         before, self._since = self._since, (*self._updated(), num_steps, time.perf_counter())
         if before is None:
-            self.next_look = self._then
+            self.next_look = max(self._then, num_steps + LOOKS - NEW)
             return None
         count, seconds, steps, passed = (now - then for now, then in zip(self._since, before, strict=True))
         self.next_look = self._then = 2 * num_steps
