@@ -466,6 +466,7 @@ class Offload:
     def _divide_anew(self) -> None:
         """Between two steps, where the last ones say so: run AdamW elsewhere."""
         control, share = self.step_control, self.host_share
+        share.begin(control.num_steps)
         if control.num_steps >= share.next_look and control.between_steps and self._placed.on_level0:
             place = share.again(control.num_steps, control.source.accumulation_steps, control.source.undo)
             if place is not None:

@@ -196,7 +196,7 @@ class Result:
         host_rss: the process's highest. host_used: growth of the machine's used RAM. pinned: torch's pinned blocks and
             ours.
         first_step_seconds: to the end of step 1, from where building begins; of the three lines, from the first one on.
-        losses: of the first ten steps.
+        losses: of all steps, the unmeasured ones too.
         link_bytes: a measured step, by direction. link_busy: share of the measured time during which a copy ran,
             likewise.
     """

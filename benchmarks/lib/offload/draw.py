@@ -119,7 +119,7 @@ def draw_lines(pairs: list[tuple[Draw, Result, Result]]) -> list[str]:
     lines, ratios, held = [], [], 0
     for drawn, plain, ours in pairs:
         failed = next((each for each in (plain, ours) if each.status != "ok"), None)
-        if ours.status != "ok" and plain.status == "ok":
+        if ours.status != "ok":
             ratios.append(0.0)
         held += ours.status == "ok" and (ours.peak_reserved or 0) <= drawn.cap_bytes
         if failed is not None:

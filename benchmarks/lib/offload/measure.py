@@ -208,7 +208,6 @@ def train(run: Run) -> Result:
     if system.stats is not None:
         result.stall_share = (stalls_of(system) - stalls) / (ended - begun)
     run.fill_memory(result)
-    result.losses = result.losses[:10]
     return result
 
 

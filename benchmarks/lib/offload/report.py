@@ -23,33 +23,35 @@ COLUMNS = [
 
 def table_lines(results: list[Result]) -> list[str]:
     """One line a system. GB are 1e9 bytes."""
-    lines = ["GB of 1e9 bytes; seconds; drained: tokens/s between two standstills"]
+    lines = ["GB of 1e9 bytes; seconds; drained: tokens/s between two standstills; a number: the limit of the norm"]
     lines.append(f"{'system':12}" + "".join(f"{head:>11}" for head, *_ in COLUMNS) + f"{'loss 1':>9}{'loss n':>9}")
     for result in results:
-        limit = "" if result.max_grad_norm is None else f" {result.max_grad_norm:g}"
         cells = [(getattr(result, name), unit, form) for _, name, unit, form in COLUMNS]
         text = "".join(f"{'' if value is None else form.format(value / unit):>11}" for value, unit, form in cells)
         losses = "".join(f"{loss:9.4f}" for loss in (result.losses[:1] + result.losses[-1:]))
         failed = f"  {result.status}: {result.error}".rstrip(": ")
-        lines.append(f"{result.system + limit:12}" + (text + losses if result.status == "ok" else failed))
+        lines.append(f"{_named(result):12}" + (text + losses if result.status == "ok" else failed))
     return [*lines, "", *(line for result in results for line in _detail(result))]
+
+
+def _named(result: Result) -> str:
+    return result.system if result.max_grad_norm is None else f"{result.system} {result.max_grad_norm:g}"
 
 
 def _detail(result: Result) -> list[str]:
     """Losses, links and notes of a system."""
     if not result.losses:
         return []
-    lines = [f"{result.system}: losses " + " ".join(f"{loss:.6f}" for loss in result.losses)]
+    system = _named(result)
+    lines = [f"{system}: losses " + " ".join(f"{loss:.6f}" for loss in result.losses)]
     for name, num_bytes in result.link_bytes.items():
         busy = result.link_busy[name]
         seconds = result.tokens / (result.drained_tokens_per_second or 1.0)  # of a step
         rate = f"{num_bytes / (busy * seconds) / GB:.1f}" if busy else "?"  # while a copy runs
-        lines.append(
-            f"{result.system}: {name} {num_bytes / GB:.2f} GB a step, busy {busy:.0%} of the time at {rate} GB/s"
-        )
+        lines.append(f"{system}: {name} {num_bytes / GB:.2f} GB a step, busy {busy:.0%} of the time at {rate} GB/s")
     if result.stall_share is not None:
-        lines.append(f"{result.system}: waited for bytes {result.stall_share:.1%} of the time")
-    return lines + [f"{result.system}: {note}" for note in result.notes]
+        lines.append(f"{system}: waited for bytes {result.stall_share:.1%} of the time")
+    return lines + [f"{system}: {note}" for note in result.notes]
 
 
 # Name, systems, floor and aim, and the same where every step clips; None: nothing was asked for there. That leaves a
