@@ -167,7 +167,7 @@ def train(run: Run) -> Result:
 
     for number, ids_BS in enumerate(Feed(batches, run.device)):
         if number == 1:
-            warm = time.perf_counter() + WARM_SECONDS
+            warm = time.perf_counter() + WARM_SECONDS * case.accumulation
         elif WARM_STEPS <= number < first and time.perf_counter() > warm and not case.ends_badly(number):
             first = number
         if number == first + steps:
@@ -188,7 +188,7 @@ def train(run: Run) -> Result:
     while waiting:
         read_oldest()
     if first != warmup:
-        result.notes.append(f"warmed up for {first} steps, {WARM_SECONDS:.0f} s")
+        result.notes.append(f"warmed up for {first} steps, {WARM_SECONDS * case.accumulation:.0f} s")
     if case.max_grad_norm is not None and result.grad_norms:
         clipped = sum(norm > case.max_grad_norm for norm in result.grad_norms[-steps:])
         result.clipped_share = clipped / steps
