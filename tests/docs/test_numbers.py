@@ -70,7 +70,7 @@ def lines(date: str, of_plain: str) -> set[str]:
 
 def limited(limit: str) -> set[str]:
     """Of a command with several limits, which plain has the first of: none."""
-    date = "2026-11-30T11:56"
+    date = "2026-11-30T14:01"
 
     def of(column: str) -> dict[str, float]:
         under = measured("offload.csv", date=date, system="lines")

@@ -120,7 +120,7 @@ def _of_three_lines(result: Result, first: dict[str, Result], unclipped: Result 
     on_gpu, cap, whole = case.device == "cuda", case.cap_bytes or PLENTY, case.drawn is None
     of_27 = on_gpu and whole and case.shape == "2.70B" and result.tokens == 16384
     of_67 = on_gpu and whole and case.shape == "6.7B" and cap <= 8 * GiB
-    of_14 = on_gpu and case.shape == "14B" and result.tokens == 65536 and cap <= 24 * GB
+    of_14 = on_gpu and case.shape == "14B" and result.tokens == 65536 and cap <= 24 * GiB
     when = "no clipping" if limit is None else f"limit {limit:g}"
     if result.clipped_share is not None:
         when += f", which {result.clipped_share:.0%} of the steps exceed"
