@@ -146,9 +146,8 @@ def test_half_precision():
         check(Case((1, 20, 1), (70, 50, 60), page=16), torch.float16)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 5.0}], ids=str)
-@pytest.mark.parametrize("page", [8, 64])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"window": 70, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("page", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_bits_are_a_request_s_own(page, options):
     """Alone, in a batch, on other pages, with the chunks of a row in one program or in several."""
     case = Case((1, 37, 1, 50), (140, 77, 1, 90), page=page)
@@ -169,7 +168,7 @@ def test_bits_are_a_request_s_own(page, options):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"window": 50}], ids=str)
-@pytest.mark.parametrize("cuts", [(1, 40), (32, 40), (17, 18, 39, 40)], ids=str)
+@pytest.mark.parametrize("cuts", [pytest.param((1, 40), marks=pytest.mark.slow), (32, 40), (17, 18, 39, 40)], ids=str)
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole(cuts, options):
     cache = Cache(Case((40, 1), (110, 80), page=16))
     with use_backend("paged_attention", "triton"):

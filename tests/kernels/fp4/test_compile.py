@@ -117,7 +117,7 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "width", [pytest.param(width, marks=[pytest.mark.slow] * (width != 224)) for width in w4a8.STEP_CYCLES]
+    "width", [pytest.param(width, marks=[pytest.mark.slow] * (width != 192)) for width in w4a8.STEP_CYCLES]
 )
 def test_w4a8(width, tmp_path):
     """Words of local memory: one or two of a warp that decodes, once an item, and one at most, once a step, of one that

@@ -12,56 +12,62 @@ pytestmark = emulation.needs_compiler
 HALVES = [torch.bfloat16, torch.float16]
 
 MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padded in N, K and M
-    (MmaPlan(1, 1, 2, 1, 2), 1, 40, 136),
     (MmaPlan(4, 2, 1, 2, 2), 3, 33, 320),
     (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1024),
     (MmaPlan(8, 1, 4, 1, 2), 20, 32, 264),
     (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
-    (MmaPlan(16, 2, 2, 2, 2, chunk=4, x_stages=2), 11, 70, 1088),
-    (MmaPlan(4, 1, 3, 1, 2, chunk=6, x_stages=2), 3, 33, 960),
     (MmaPlan(16, 1, 2, 2, 2, chunk=8, x_stages=2), 31, 40, 1088),  # two columns of blocks
     (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 5, 40, 1600),  # a separate first round, stages that come round
 ]
 WGMMA = [
     (WgmmaPlan(32, 1, 1, 2, 4), 20, 40, 392),
-    (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
-    (WgmmaPlan(64, 1, 4, 2), 70, 70, 264),
-    (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
-    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 712),
-    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 50, 70, 520),
+    (WgmmaPlan(32, 2, 2, 3, 2), 33, 130, 264),
+    (WgmmaPlan(64, 1, 4, 2), 70, 40, 264),
 ]
 
 
 ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 840),  # warpgroups of which one has a window less
-    (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     # Pairs of windows: 14 and 15, of which one group has a half; 5, the first group's second one a half; a half alone;
     # fewer than groups.
-    (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, windows_per_step=2), 50, 70, 1800),
-    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, windows_per_step=2), 20, 130, 264),
-    (WgmmaPlan(32, 2, 1, 4, 4, windows_per_step=2), 33, 200, 60),
+    (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, windows_per_step=2), 50, 40, 1800),
+    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, windows_per_step=2), 20, 40, 264),
+    (WgmmaPlan(32, 2, 1, 4, 4, windows_per_step=2), 33, 130, 60),
     (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, windows_per_step=2), 9, 40, 520),
     # The shape of a plan that a rule takes; all of x at once; fewer windows than a round; one stage that comes round.
     (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), 11, 33, 4160),
     (MmaPlan(4, 3, 4, 2, 4, chunk=32, x_stages=1), 3, 70, 4032),
     (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),
     # Tokens that are no power of two, also in halves of an odd number of eights.
-    (WgmmaPlan(48, 1, 1, 4, 2, k_groups=2), 45, 70, 520),
     (WgmmaPlan(208, 1, 1, 4, 2, k_groups=2), 200, 40, 264),
     (WgmmaPlan(80, 1, 2, 4, 2), 130, 40, 264),
     # Blocks that split K and meet in global memory: shares that end before K does, and one that begins after it.
-    (MmaPlan(64, 1, 2, 1, 2, x_bytes=32768), 70, 40, 520),
     (MmaPlan(4, 1, 4, 1, 2, k_blocks=4), 6, 40, 840),
-    (MmaPlan(32, 4, 4, 1, 2, x_bytes=32768, k_blocks=2), 40, 130, 1104),  # 16 warps
+    (MmaPlan(32, 4, 4, 1, 2, x_bytes=32768, k_blocks=2), 40, 130, 560),  # 16 warps
     # Rows that begin at any half: at every other one, or all at words; in chunks, too.
     (MmaPlan(4, 1, 4, 1, 2), 3, 40, 519),
-    (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1003),
     (WgmmaPlan(32, 1, 1, 4, 2), 20, 40, 333),
     # Four blocks that share tokens by an odd number of eights.
     (WgmmaPlan(96, 1, 4, 8, 2, k_groups=4), 90, 40, 1032),
 ]
-LIKE_OTHERS = [  # of ONE_TYPE in another size
+LIKE_OTHERS = [  # of those above, or of NORMS, in another size
+    (MmaPlan(1, 1, 2, 1, 2), 1, 40, 136),
+    (MmaPlan(16, 2, 2, 2, 2, chunk=4, x_stages=2), 11, 70, 1088),
+    (MmaPlan(4, 1, 3, 1, 2, chunk=6, x_stages=2), 3, 33, 960),
+    (MmaPlan(32, 4, 4, 1, 2, x_bytes=32768, k_blocks=2), 40, 130, 1104),
+    (MmaPlan(64, 1, 2, 1, 2, x_bytes=32768), 70, 40, 520),
+    (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1003),
+    (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
+    (WgmmaPlan(64, 1, 4, 2), 70, 70, 264),
+    (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
+    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 712),
+    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 50, 70, 520),
+    (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
+    (WgmmaPlan(48, 1, 1, 4, 2, k_groups=2), 45, 70, 520),
+    (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, windows_per_step=2), 50, 70, 1800),
+    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, windows_per_step=2), 20, 130, 264),
+    (WgmmaPlan(32, 2, 1, 4, 4, windows_per_step=2), 33, 200, 60),
     (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
@@ -76,7 +82,7 @@ LIKE_OTHERS = [  # of ONE_TYPE in another size
 CASES = [pytest.param(*case, HALVES[place % 2]) for place, case in enumerate(MMA + WGMMA)]
 CASES += [pytest.param(*case, HALVES[1 - place % 2], marks=pytest.mark.slow) for place, case in enumerate(MMA + WGMMA)]
 CASES += [pytest.param(*case, torch.bfloat16) for case in ONE_TYPE]
-CASES += [pytest.param(*case, torch.bfloat16, marks=pytest.mark.slow) for case in LIKE_OTHERS]
+CASES += [pytest.param(*case, dtype, marks=pytest.mark.slow) for case in LIKE_OTHERS for dtype in HALVES]
 
 
 @pytest.mark.parametrize(("plan", "m", "n", "k", "dtype"), CASES, ids=str)
@@ -104,7 +110,7 @@ LOW = WgmmaPlan(256, 1, 1, 6, k_groups=2)
     [
         pytest.param(60, 330, 2, LOW, [(0, 2), (4, 2)], marks=pytest.mark.slow),
         (260, 300, 5, LOW, [(0, 2), (4, 1)]),
-        (60, 330, 2, WgmmaPlan(48, 2, 1, 4), [(0, 2), (2, 1)]),
+        pytest.param(60, 330, 2, WgmmaPlan(48, 2, 1, 4), [(0, 2), (2, 1)], marks=pytest.mark.slow),
         (60, 330, 2, WgmmaPlan(64, 2, 4, 3), [(0, 2), (2, 1)]),
     ],
 )
@@ -126,7 +132,7 @@ LAYERS = [
     MmaPlan(4, 1, 2, 2, 2),
     MmaPlan(8, 2, 2, 1, 2, chunk=4, x_stages=2),
     WgmmaPlan(16, 1, 2, 2, 2),
-    WgmmaPlan(32, 1, 1, 4, 2, k_groups=2),
+    pytest.param(WgmmaPlan(32, 1, 1, 4, 2, k_groups=2), marks=pytest.mark.slow),
     WgmmaPlan(32, 1, 2, 8, 2, k_groups=2, windows_per_step=2),
 ]
 
@@ -181,10 +187,10 @@ def test_bias_and_activation(plan, activation):
     ("plan", "dtype", "k"),
     [
         (WgmmaPlan(16, 2, 1, 2, 2), torch.float16, 64),
-        (WgmmaPlan(16, 1, 1, 6, 2, k_groups=3), torch.bfloat16, 200),
-        (WgmmaPlan(32, 1, 2, 2, 2), torch.float16, 200),
-        (WgmmaPlan(32, 1, 2, 4, 2, k_groups=2), torch.bfloat16, 200),
         (WgmmaPlan(16, 1, 2, 2, 2), torch.bfloat16, 200),
+        (WgmmaPlan(32, 1, 2, 4, 2, k_groups=2), torch.bfloat16, 200),
+        pytest.param(WgmmaPlan(16, 1, 1, 6, 2, k_groups=3), torch.bfloat16, 200, marks=pytest.mark.slow),
+        pytest.param(WgmmaPlan(32, 1, 2, 2, 2), torch.float16, 200, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -266,13 +272,9 @@ def test_norm_on_the_way(plan, m, n, k, mean):
     [
         (MmaPlan(4, 2, 3, 2, 2, chunk=6, x_stages=2), 3, 70, 832),
         (MmaPlan(16, 1, 2, 1, 2, chunk=4, x_stages=3), 13, 40, 640),
-        (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 7, 40, 1600),
-        (
-            MmaPlan(8, 2, 2, 2, 2, chunk=16, x_stages=1),
-            7,
-            70,
-            1984,
-        ),  # as the rules have it: x at once, a first round, a cluster
+        pytest.param(MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 7, 40, 1600, marks=pytest.mark.slow),
+        # as the rules have it: x at once, a first round, a cluster
+        pytest.param(MmaPlan(8, 2, 2, 2, 2, chunk=16, x_stages=1), 7, 70, 1984, marks=pytest.mark.slow),
         (MmaPlan(16, 1, 4, 2, 2, chunk=16, x_stages=1), 16, 40, 1984),
     ],
     ids=str,
