@@ -66,8 +66,15 @@ def test_all_names_are_listed(capsys):
     assert "  gpt-oss-20b     24 layers of width 2880, 32 experts, 4 a token\n" in said
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+LARGEST_FIRST = sorted(KNOWN_MODELS, key=lambda name: -NUM_PARAMETERS[name])
+# Of each architecture; all of them with what is slow.
+SMALLEST = {KNOWN_MODELS[name]["model_type"]: name for name in LARGEST_FIRST}
+
+
+@pytest.mark.each_value  # not where there is a GPU
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SMALLEST.values())) for name in KNOWN_MODELS]
+)
 def test_each_model_has_as_many_parameters_as_are_said(name):
     model = build_causal_lm(dict(KNOWN_MODELS[name]), name)
     assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[name]

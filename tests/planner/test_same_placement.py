@@ -112,7 +112,7 @@ def drawn(number: int) -> Case:
     hidden = draw.choice([128, 160] if packed else [32, 48, 64])
     return Case(
         family=family,
-        sizes=(hidden, draw.choice([64, 96, 160]), draw.randint(3, 6), draw.randint(60, 300)),
+        sizes=(hidden, draw.choice([64, 96, 160]), draw.randint(3, 4), draw.randint(60, 300)),
         tied=draw.random() < 0.5,
         dtype=dtype,
         lora=4 * adapts,

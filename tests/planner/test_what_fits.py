@@ -6,7 +6,7 @@ import itertools
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,17 +36,25 @@ NAMES = (
 )  # widths 64, 128 and 256 of two blocks: half, one and a half, and four and a half M parameters
 
 
-@pytest.fixture(autouse=True)
-def small_models(monkeypatch):
-    for name, width in zip(NAMES, (64, 128, 256), strict=True):
-        fields = {
-            "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False,
-            "max_position_embeddings": 2048,
-        }  # fmt: skip
-        monkeypatch.setitem(KNOWN_MODELS, name, fields)
-    monkeypatch.setattr(what_fits, "SEQ_LENGTH", 64)
-    monkeypatch.setattr(what_fits, "BATCHES", ((2, 1), (1, 2)))
+@pytest.fixture(autouse=True, scope="module")
+def small_models() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, width in zip(NAMES, (64, 128, 256), strict=True):
+            fields = {
+                "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False,
+                "max_position_embeddings": 2048,
+            }  # fmt: skip
+            patch.setitem(KNOWN_MODELS, name, fields)
+        patch.setattr(what_fits, "SEQ_LENGTH", 64)
+        patch.setattr(what_fits, "BATCHES", ((2, 1), (1, 2)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def known(small_models: None) -> WhatFits:
+    """Asked by several tests, so that a trace of the model is made once."""
+    return WhatFits(("tiny-c",))
 
 
 def rates(**more: float) -> Rates:
@@ -58,7 +66,7 @@ def place(gpu: float, host: float = 8 * GiB, disk: float = 0, **more: float) -> 
 
 
 def test_the_largest_and_the_largest_that_stays():
-    answers = WhatFits(NAMES)
+    answers = WhatFits(NAMES[1:])
     roomy = answers.largest("train", place(8 * GiB))
     assert [(fit.model, fit.resident) for fit in roomy] == [("tiny-c", True)]
     # The activations of two short sequences are some 10 MiB; states are 18 bytes of half a million parameters and of
@@ -68,8 +76,8 @@ def test_the_largest_and_the_largest_that_stays():
     assert answers.largest("train", place(8 * GiB, matmul_half=1.0)) == []  # slower than it is worth
 
 
-def test_running_is_bound_by_what_must_be_read():
-    answers, wide = WhatFits(NAMES), place(8 * GiB, issue_seconds=1e-12)
+def test_running_is_bound_by_what_must_be_read(known):
+    answers, wide = known, place(8 * GiB, issue_seconds=1e-12)
     slow = replace(wide, rates=replace(wide.rates, memory=wide.rates.memory / 1e3))
     fast_fit, slow_fit = (answers.fit("run", "tiny-c", each) for each in (wide, slow))
     assert fast_fit and slow_fit and fast_fit.resident and fast_fit.disk == 0
@@ -85,16 +93,15 @@ def test_running_is_bound_by_what_must_be_read():
     assert disk and disk.disk and disk.tokens_per_second < streamed.tokens_per_second
 
 
-def test_adapters_need_less_than_training():
-    answers = WhatFits(("tiny-c",))
-    full, adapters = (answers.fit(task, "tiny-c", place(8 * GiB), only_resident=True) for task in ("train", "adapters"))
+def test_adapters_need_less_than_training(known):
+    full, adapters = (known.fit(task, "tiny-c", place(8 * GiB), only_resident=True) for task in ("train", "adapters"))
     assert full and adapters and adapters.gpu < full.gpu - 10 * 3 * 10**6
     assert row_of(adapters)[0] == "train adapters over FP4" and row_of(adapters)[6] == "-"
 
 
 def test_the_answer_for_a_card(monkeypatch, capsys):
     def few(**more: Any) -> WhatFits:
-        return WhatFits(NAMES[:1], **more)
+        return WhatFits({"tiny-a": {**KNOWN_MODELS["tiny-a"], "num_hidden_layers": 1}}, **more)
 
     monkeypatch.setattr(what_fits, "WhatFits", few)
     assert what_fits_command.what_fits_command("rtx 3060", "16GiB", "100GiB", as_json=True) == 0
@@ -106,10 +113,10 @@ def test_the_answer_for_a_card(monkeypatch, capsys):
     assert "tiny-a" in out.out and "tokens/s" in out.out and "trying to run in FP4: tiny-a" in out.err
 
 
-def test_every_way_of_one_model(capsys):
+def test_every_way_of_one_model(known):
     """All fits a roomy card, where the packed and the resident are the quicker; of a small one the rest says what it
     lacks, to the byte where no trace is needed."""
-    answers = WhatFits(("tiny-c",))
+    answers = known
     roomy = answers.ways("tiny-c", place(8 * GiB))
     assert list(roomy) == list(what_fits.WAYS) and all(isinstance(fit, Fit) for fit in roomy.values())
     fits = {way: fit for way, fit in roomy.items() if isinstance(fit, Fit)}
@@ -163,7 +170,7 @@ def test_one_answer_builds_and_traces_nothing_twice(monkeypatch):
 
 
 def test_the_ways_of_a_card(monkeypatch, capsys):
-    fields = KNOWN_MODELS["tiny-a"]
+    fields = {**KNOWN_MODELS["tiny-a"], "num_hidden_layers": 1}
     assert what_fits_command.ways_command("tiny-a", fields, "rtx 3060", "16GiB", "1GiB", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["ways"]) == set(what_fits.WAYS) and found["machine"] == "RTX 3060"
@@ -175,11 +182,11 @@ def test_the_ways_of_a_card(monkeypatch, capsys):
     assert max(map(len, out.splitlines()[:16])) <= 120, "a screen is not wider"
 
 
-def test_what_is_to_be_typed_is_understood(capsys):
+def test_what_is_to_be_typed_is_understood(known, capsys):
     """All flags are known; what stops the commands is that there is no such folder."""
     folder = "no/such/folder"
     here = place(518 * MiB, host=2 * MiB, disk=1 * GiB)
-    found = WhatFits({folder: KNOWN_MODELS["tiny-c"]}).ways(folder, here)
+    found = known.ways("tiny-c", here)
     commands = [what_fits_command._command(fit, folder, here) for fit in found.values() if isinstance(fit, Fit)]
     typed = [shlex.split(command)[1:] for command in commands if command.startswith("vb ")]
     assert len(typed) >= 4 and any("--disk-memory" in words for words in typed)
@@ -190,7 +197,7 @@ def test_what_is_to_be_typed_is_understood(capsys):
 
 def test_what_is_not_packed_says_so(monkeypatch):
     monkeypatch.setattr(what_fits, "find_linears", lambda model, **options: {"a": "read without a call"})
-    gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
     found = WhatFits({"mine": gpt2}).ways("mine", place(8 * GiB))
     assert {way for way, fit in found.items() if isinstance(fit, Lacking)} == {"run", "adapters"}
     assert str(found["run"]) == "has no linear that is packed"
@@ -200,14 +207,14 @@ def test_what_is_not_packed_says_so(monkeypatch):
 
 
 def test_transposed_linears_are_packed_as_others():
-    gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    gpt2 = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
     found = WhatFits({"mine": gpt2}).ways("mine", place(8 * GiB))
     assert isinstance(found["run"], Fit) and isinstance(found["adapters"], Fit)
 
 
 def test_a_sequence_is_not_longer_than_the_model_knows(monkeypatch):
     monkeypatch.setattr(what_fits, "SEQ_LENGTH", 1024)
-    fields = {**KNOWN_MODELS["tiny-a"], "max_position_embeddings": 32}
+    fields = {**KNOWN_MODELS["tiny-a"], "num_hidden_layers": 1, "max_position_embeddings": 32}
     answers = WhatFits({"mine": fields})
     found = answers.ways("mine", place(8 * GiB))
     trained = found["train-resident"]
@@ -272,25 +279,25 @@ def test_no_failure_to_pack_counts_as_a_model_that_is_not_packed(monkeypatch):
         what_fits._pack(model)
 
 
-def test_a_machine_without_a_gpu_trains_in_fp32():
+def test_a_machine_without_a_gpu_trains_in_fp32(known):
     """As `vb train` there: an update follows each gradient, so states are 12 bytes; by the rate of fp32 products."""
     on_gpu = place(8 * GiB)
     here = replace(on_gpu, has_gpu=False)
     slow = replace(here, rates=replace(here.rates, matmul_half=here.rates.matmul_half / 1e9))
-    answers, other = WhatFits(NAMES), WhatFits(NAMES)
-    found, card = answers.ways("tiny-c", here), answers.ways("tiny-c", on_gpu)
+    answers, trained = known, {}
+    found, slower = answers.ways("tiny-c", here), answers.ways("tiny-c", slow)
+    assert [fit.model for fit in answers.largest("train", slow)] == ["tiny-c"]
+    # States and gradients are 67 MB; the 18 bytes of bf16 with masters would be 75.
+    few = replace(here, bounds=Bounds(70 * 10**6, 0, 0))
+    assert [fit.model for fit in answers.largest("train", few)] == ["tiny-c"]
+    card, other = answers.ways("tiny-c", on_gpu), WhatFits(("tiny-c",))
     assert card == other.ways("tiny-c", on_gpu) and found == other.ways("tiny-c", here)  # nothing is shared
-    slower, trained = answers.ways("tiny-c", slow), {}
     for way in ("train-resident", "adapters-bf16", "adapters"):
         fit, same = found[way], slower[way]
         assert isinstance(fit, Fit) and isinstance(same, Fit) and fit.tokens_per_second == same.tokens_per_second
         assert card[way] != fit
         trained[way] = fit
     assert trained["train-resident"].gpu >= 12 * answers.parameters("tiny-c")
-    assert [fit.model for fit in answers.largest("train", slow)] == ["tiny-c"]
-    # States and gradients are 67 MB; the 18 bytes of bf16 with masters would be 75.
-    few = replace(here, bounds=Bounds(70 * 10**6, 0, 0))
-    assert [fit.model for fit in answers.largest("train", few)] == ["tiny-c"]
     lines = what_fits_command.way_lines("tiny-c", answers, "this machine", here, found)
     typed = [line for line in lines if "vb train" in line]
     assert len(typed) >= 3 and all("--precision fp32" in line for line in typed)
@@ -298,9 +305,9 @@ def test_a_machine_without_a_gpu_trains_in_fp32():
     assert "train adapters over fp32" in said and "adapters over bf16" not in said and "step, fp32, check" in said
 
 
-def test_a_machine_without_a_gpu_lacks_none_of_its_memory():
+def test_a_machine_without_a_gpu_lacks_none_of_its_memory(known):
     here = replace(place(1 * MiB, host=0), has_gpu=False)
-    answers = WhatFits(NAMES)
+    answers = known
     found = answers.ways("tiny-c", here)
     assert all(isinstance(fit, Lacking) for fit in found.values())
     said = "\n".join(what_fits_command.way_lines("tiny-c", answers, "this machine", here, found))

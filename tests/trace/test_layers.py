@@ -24,17 +24,27 @@ from vblackwell.trace import layers as layers_of_few
 from vblackwell.trace import recorder
 from vblackwell.trace import trace as tracing
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch
-from vblackwell.trace.layers import FEW, Layers, Recording, change_alike, copy_on_meta, equal_layers, lengthened
+from vblackwell.trace.layers import (
+    FEW,
+    FEW_RECOMPUTED,
+    Layers,
+    Recording,
+    change_alike,
+    copy_on_meta,
+    equal_layers,
+    lengthened,
+)
 from vblackwell.trace.trace import Trace, trace_forward
 
-LAYERS = 10
+LAYERS = sum(FEW_RECOMPUTED) + 1  # the fewest that are not all traced
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN = {**LLAMA, "model_type": "qwen2"}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 20}  # by turns
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16}
+GEMMA2 |= {"num_hidden_layers": 2 * LAYERS}  # two kinds by turns
 GPT2 = {"model_type": "gpt2", "vocab_size": 500, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 DECODER = of_decoder("decoder", DecoderConfig(500, 64, 128, LAYERS, 4, max_position=64))
@@ -92,22 +102,22 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # whose parts are in the o
     [
         (spec_of(LLAMA), {}),
         slow(spec_of(LLAMA), {"optimizer": "sgd-momentum"}),
-        (spec_of(LLAMA), {"optimizer": "adamw-fused", "precision": "bf16"}),
+        slow(spec_of(LLAMA), {"optimizer": "adamw-fused", "precision": "bf16"}),
         slow(spec_of(QWEN), {"optimizer": "adafactor", "precision": "autocast"}),
         (spec_of(QWEN), {"precision": "autocast", "checkpointing": True}),
         (spec_of(GPT2), {"optimizer": "adafactor"}),
         slow(spec_of(MIXTRAL), {"checkpointing": True}),
         (spec_of(MIXTRAL, accelerate_causal_lm), {"precision": "bf16"}),
-        (spec_of(LLAMA, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}),
+        slow(spec_of(LLAMA, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}),
         slow(spec_of(LLAMA, lambda model: add_adapters(model, Lora(4))), {"checkpointing": True}),
         (
             spec_of({**LLAMA, "hidden_size": 128, "intermediate_size": 256}, packed_with_adapters),
             {"checkpointing": True},
         ),
-        (spec_of(GEMMA2), {"optimizer": "adafactor"}),
+        (spec_of({**GEMMA2, "num_hidden_layers": 2 * (sum(FEW) + 1)}), {"optimizer": "adafactor"}),
         slow(spec_of(GEMMA2, accelerate_causal_lm), {"precision": "bf16", "checkpointing": True}),
         (DECODER, {"optimizer": "adamw-for-loop"}),
-        (DECODER, {"precision": "bf16", "checkpointing": True}),
+        slow(DECODER, {"precision": "bf16", "checkpointing": True}),
     ],
 )
 def test_the_same_trace(monkeypatch, spec, options):
@@ -161,7 +171,7 @@ def one_hook(model: Any) -> None:
     "spec",
     [
         spec_of({**QWEN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}),
-        spec_of({**GEMMA2, "num_hidden_layers": 19}),
+        spec_of({**GEMMA2, "num_hidden_layers": 2 * LAYERS - 1}),
         spec_of({**GEMMA2, "num_hidden_layers": 2 * sum(FEW)}),
         spec_of({**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [3]}),
         spec_of({**LLAMA, "num_hidden_layers": sum(FEW)}),

@@ -132,12 +132,12 @@ def test_an_estimate_with_advice_builds_and_traces_nothing_twice(monkeypatch, ca
     counted(Run, "trace", way)
     fields = {
         "model_type": "llama", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 24, "num_attention_heads": 4, "max_position_embeddings": 1024,
+        "num_hidden_layers": 12, "num_attention_heads": 4, "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
     }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))
-    assert not estimate_command(str(path), None, "1600MiB", 8, 1024)
+    assert not estimate_command(str(path), None, "1200MiB", 8, 1024)
     assert "does not fit" in capsys.readouterr().out
     traces = [("fp32", False, False, 8), ("fp32", True, False, 8), ("fp32", False, True, 8), ("fp32", True, True, 8)]
     traces += [("autocast", False, False, 8), ("fp32", False, False, 4)]
