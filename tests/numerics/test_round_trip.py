@@ -126,7 +126,7 @@ def test_blocks_without_values_or_scale(form, way):
     name=st.sampled_from(list(FORMATS)),
     look=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_weights(w, name, look):
     before = module._may_look
     module._may_look = lambda tensor: look

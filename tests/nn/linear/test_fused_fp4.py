@@ -210,7 +210,7 @@ def test_autocast_gives_its_dtype(state):
     torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.05)  # as above
 
 
-@pytest.mark.parametrize("state", ["plain", "use_fp4", "packed"])
+@pytest.mark.parametrize("state", [pytest.param("plain", marks=pytest.mark.slow), "use_fp4", "packed"])
 def test_compiles_into_one_graph(state):
     layer, x = pair(activation="silu", use_fp4=state == "use_fp4")
     if state == "packed":
