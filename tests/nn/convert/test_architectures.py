@@ -33,7 +33,6 @@ from vblackwell.tools.quantize import quantize_folder
 pytestmark = pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
 NEW, GREEDY = 5, Sampling(temperature=0)
 SHORT = [IDS[0].tolist(), IDS[1, :7].tolist()]
-OWN_STATE = ["mamba", "openai-gpt", "recurrent_gemma", "rwkv", "xlnet", "xlstm"]
 WRITTEN = ["granitemoehybrid", "mamba", "roberta", "rwkv", "xlnet"]
 # transformers' generate gives them positions from 0 on, where their forward, which we call, counts from after the
 # padding token's number.
