@@ -7,6 +7,7 @@ CPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -85,11 +86,31 @@ def tight_level0(model: nn.Module) -> int:
     return 3 * max(group.num_bytes for group in groups) + (16 << 10)
 
 
-@pytest.mark.each_pair
-@pytest.mark.parametrize("update", ["host", "device"])
-@pytest.mark.parametrize("update_in_backward", [False, True], ids=["at-step", "in-backward"])
-@pytest.mark.parametrize("use_checkpoint", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Of each model one way to train it, which are each pair of when and where it is updated; its others are slow.
+QUICK = {
+    "mlp": (False, False, "device"),
+    "decoder": (True, True, "host"),
+    "gpt2": (False, True, "device"),
+    "t5": (True, False, "host"),
+    "vit": (False, True, "host"),
+}
+WAYS = list(itertools.product([False, True], [False, True], ["host", "device"]))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("case", "use_checkpoint", "update_in_backward", "update"),
+    [
+        pytest.param(
+            case,
+            *way,
+            marks=() if way == QUICK[case.name] else pytest.mark.slow,
+            id=f"{case.name}-{'recomputed' if way[0] else 'saved'}-{'in-backward' if way[1] else 'at-step'}-{way[2]}",
+        )
+        for case in CASES
+        for way in WAYS
+    ],
+)
 def test_equal_to_plain(
     case: Case, use_checkpoint: bool, update_in_backward: bool, update: str, make_stack: MakeStack
 ) -> None:

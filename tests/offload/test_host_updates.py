@@ -450,6 +450,7 @@ def test_what_fails_in_a_look_is_done_at_the_next():
 # -- and changes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize(("micro_batches", "faster"), [(1, 8.0), (1, 1 / 8), (2, 8.0)])
 def test_a_run_moves_updates_when_its_steps_show_another_rate(
@@ -492,7 +493,7 @@ def test_a_run_moves_updates_when_its_steps_show_another_rate(
     assert equal(model, plain)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("host_kib", [540, 1200])  # not all states can be a step behind, or all, and some have shadows
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -26,18 +26,13 @@ from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.state import export_state, import_state
 
 UPDATES, DTYPES = ("host", "device", 0.5), (torch.bfloat16, torch.float32)
-EVERYWHERE = [
-    pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"]),
-    pytest.mark.parametrize("update", UPDATES),
-]
+BOTH_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+ALL_UPDATES = pytest.mark.parametrize("update", UPDATES)
 
 
 def everywhere(test: Callable[..., None]) -> Callable[..., None]:
-    """On both, with each pair of their values where a third parameter makes that more than each value alone."""
-    more = any(mark.name == "parametrize" for mark in getattr(test, "pytestmark", ()))
-    for mark in (*EVERYWHERE, pytest.mark.each_pair if more else pytest.mark.each_value):
-        test = mark(test)
-    return test
+    """On both, with each of their values."""
+    return pytest.mark.each_value(ALL_UPDATES(BOTH_DTYPES(test)))
 
 
 # So many KiB of host memory hold what all groups need to be behind, by some 20, and not one group's shadows.
@@ -300,7 +295,9 @@ def test_release_and_going_on_with_torchs_adamw(
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@everywhere
+@pytest.mark.each_pair
+@ALL_UPDATES
+@BOTH_DTYPES
 @pytest.mark.parametrize("more_kib", [20, 400])
 def test_gradients_add_up_over_steps(
     more_kib: int, update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]
@@ -461,7 +458,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Twins, Group], threadi
     return begin
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+@BOTH_DTYPES
 @pytest.mark.parametrize("committed", [False, True])
 def test_an_update_that_looks_ahead_and_fails_breaks_the_model(
     committed: bool, dtype: torch.dtype, twins: Callable[..., Twins], failing: Callable[..., threading.Event]
@@ -492,7 +489,7 @@ def test_an_update_that_looks_ahead_and_fails_breaks_the_model(
         assert all(all(map(torch.equal, weights_of(pair, each), kept)) for each, kept in expected.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+@BOTH_DTYPES
 def test_a_first_update_that_looks_ahead_and_fails_changes_nothing(
     dtype: torch.dtype, twins: Callable[..., Twins], failing: Callable[..., threading.Event], monkeypatch
 ):
@@ -574,7 +571,7 @@ def test_a_sum_that_the_worker_has_yet_to_add_to_is_not_taken_for_another(twins:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
+@BOTH_DTYPES
 @pytest.mark.parametrize("copies", [0, 1, 4, 8])
 def test_an_update_that_is_refused_in_its_middle_is_not_made_again(
     copies: int, dtype: torch.dtype, twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
