@@ -82,7 +82,7 @@ def test_a_resident_model_says_whose_operators_it_has(make_stack: MakeStack):
     assert operators == "operators of accelerate_causal_lm, until release"
 
 
-def trained(model, optimizer, case, steps=4, micro_batches=1):
+def trained(model, optimizer, case, steps=3, micro_batches=1):
     """Train in place, and release: weights by name, bit for bit, and the norms of all steps."""
     norms = []
     for step in range(steps):
@@ -95,7 +95,7 @@ def trained(model, optimizer, case, steps=4, micro_batches=1):
     return {name: param.detach().clone() for name, param in model.named_parameters()}, norms
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("level0", [LEVEL0, 64 << 20], ids=["streamed", "resident"])
 @pytest.mark.parametrize(("dtype", "micro_batches"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)])
 def test_one_call_trains_as_the_three_do(dtype, micro_batches, level0, make_stack: MakeStack, monkeypatch):

@@ -289,7 +289,7 @@ def test_an_adapter_knows_how_its_base_was_packed(apart, written, make_stack, tm
         (line,) = said
         was, here = (each if each == "as it is" else f"packed by {each}" for each in (text, other))
         assert f"over the base {was}, which here is {here}: " in str(line.message)
-        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
     (file,) = adapter.glob("*.safetensors")
     tensors = load_file(file)
     with safe_open(file, "pt") as opened:

@@ -178,7 +178,7 @@ class NextUseMachine(StackMachine):
 
 
 _SETTINGS = settings(
-    max_examples=50, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestLRUStack = StackMachine.TestCase
 TestLRUStack.settings = _SETTINGS

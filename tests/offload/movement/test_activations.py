@@ -102,7 +102,7 @@ def moved(stack: VGPUStack) -> tuple[int, int]:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-def train(case: Case, model: nn.Module, store: ActivationStore | None, steps: int = 6) -> list[torch.Tensor]:
+def train(case: Case, model: nn.Module, store: ActivationStore | None, steps: int = 3) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     torch.manual_seed(1)
@@ -155,7 +155,7 @@ def test_random_delays_change_no_bit(stack: VGPUStack, store: ActivationStore):
     expected = [plain_gradients(model, seed) for seed in range(3)]
     set_transfer_delay(lambda kind: time.sleep(chance.random() * 3e-3))
     try:
-        for _ in range(10):
+        for _ in range(4):
             for seed in range(3):
                 with store.forward_of(model):
                     loss = model(batch(seed))
@@ -569,7 +569,7 @@ def test_whole_training_through_the_engine(case: Case, make_stack: MakeStack):
         optimizer = VGPUAdamW(model.parameters(), lr=3e-3, max_grad_norm=0.5, update_in_backward=True)
         losses = []
         torch.manual_seed(1)
-        for step in range(4):
+        for step in range(3):
             loss = case.loss(model, step)
             loss.backward()
             optimizer.step()

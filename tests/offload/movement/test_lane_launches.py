@@ -149,6 +149,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
 
 
 @emulation.needs_compiler
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", [ALIKE, OF_8, OF_16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_bits_are_those_of_a_launch_for_each_parameter(source, order, dtype, monkeypatch):
@@ -188,6 +189,7 @@ def test_the_bits_are_those_of_a_launch_for_each_parameter(source, order, dtype,
 
 
 @emulation.needs_compiler
+@pytest.mark.each_value
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("order", [ALIKE, OF_8, OF_16, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -152,7 +152,7 @@ def test_a_gradient_that_changes_does_not_stay(
     after_backward: Between, after_step: Between, late: bool, make_stack: MakeStack
 ):
     model, plain = enabled(make_stack, 1 << 20, late=late)
-    train(model, plain, after_backward, after_step)
+    train(model, plain, after_backward, after_step, steps=3)
     offload_of(model).finish()
     assert equal(model, plain)
 
@@ -234,7 +234,7 @@ def test_a_step_after_an_interrupted_forward_waits_with_its_updates(make_stack: 
     assert equal(model, plain)
 
 
-@pytest.mark.parametrize("update", ["host", "device"])
+@pytest.mark.parametrize("update", [pytest.param("host", marks=pytest.mark.slow), "device"])
 def test_steps_that_clip_one_by_one_are_speculated_after_and_rows_of_them_are_not(make_stack: MakeStack, update: str):
     """What mostly followed a step that clipped is expected of the next one."""
     clips = [letter == "T" for letter in "FTFTFTTTTTTTFTTFTFFT"]

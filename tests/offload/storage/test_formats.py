@@ -152,7 +152,7 @@ def test_resident_is_the_kernel_on_each_parameter(form: Form, make_stack: MakeSt
     plain = Plain(Odd(), form)
     model = place(Odd(), form, "resident", make_stack)
     optimizer = optimizer_of(model)
-    for step in range(1, 6):
+    for step in range(1, 4):
         ((loss, norm),) = train(model, optimizer, range(step, step + 1))
         expected = loss_of(plain.model, 100 * step)
         expected.backward()
@@ -171,7 +171,7 @@ SIZES = st.sampled_from([1, 255, 256, 257, 4095, 4096, 4097, 8191, 8192, 8193, 1
 
 
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from(PACKED))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_sizes(sizes: list[list[int]], form: Form):
     found = []
     for where in ("resident", "streamed"):
@@ -321,6 +321,7 @@ def test_a_sliced_leaf_that_would_fit_without_its_gradient_is_not_loaded_whole(m
     assert not engine.weights.is_loaded(engine.groups[0])
 
 
+@pytest.mark.each_value
 @packed_form
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_frozen_parts_stay_and_are_refused_when_thawed(form: Form, placement: str, make_stack: MakeStack):

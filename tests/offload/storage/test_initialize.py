@@ -327,7 +327,7 @@ stack.close()
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not reset peaks")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_host_never_holds_it_twice(dtype: str, program: Callable[..., str]):
     """The process grows by the ranges (96 MiB), level 0 (RAM too) and one parameter at a time (4 MiB, and twice as much
     while it is split), not by the model once more (96 or 48). 8 MiB are for what the kernel counts late.

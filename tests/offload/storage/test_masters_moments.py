@@ -66,7 +66,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(form: Form, make_stack
     kept = raw_moments(model, optimizer)
     expected = train(model, optimizer, range(3, 5))
     final = dict(export_state(model, optimizer))
-    for where in ("resident", "roomy", "tight", "disk"):
+    for where in ("resident", "tight", "disk"):
         other = Odd()
         with torch.no_grad():
             for param in other.parameters():
@@ -127,6 +127,7 @@ def test_a_resident_model_keeps_moments_in_fp32_next_to_bf16_weights(make_stack:
         assert optimizer.state[param]["exp_avg"].data_ptr() == addresses[name]
 
 
+@pytest.mark.each_value
 @packed_form
 @pytest.mark.parametrize("where", ["resident", "tight"])
 def test_a_released_model_is_plain(form: Form, where: str, make_stack: MakeStack):
@@ -153,7 +154,7 @@ def test_a_released_model_is_plain(form: Form, where: str, make_stack: MakeStack
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_was_read_is_written_back(data: st.DataObject):
     n = data.draw(st.integers(1, 1500))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
@@ -182,7 +183,7 @@ def test_what_was_read_is_written_back(data: st.DataObject):
 
 
 @given(st.lists(st.floats(-(2.0**50), 2.0**50, width=32, allow_subnormal=False), min_size=1, max_size=600))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_moments_from_elsewhere_are_rounded_to_nearest(values: list[float]):
     m = torch.tensor(values)
     v = m * m
