@@ -27,13 +27,23 @@ from vblackwell.folders.commit import (
     verify_folder,
 )
 
-# Kills itself when a system call of the commit is about to run for the given time; argv: parent, call, count.
+# In a copy of a folder for each time that a system call of the commit runs: a process that kills itself right before.
+# Prints their exit codes, until one was not killed. argv: where the copies go, the folder, the call.
 KILLED = textwrap.dedent("""
-    import os, signal, sys
+    import itertools, os, shutil, signal, sys
     from pathlib import Path
     from vblackwell.folders.commit import CommitFolder, prune
 
-    parent, call, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    for count in itertools.count(1):  # a fork need not import anything again
+        parent = shutil.copytree(sys.argv[2], Path(sys.argv[1], str(count)))
+        child = os.fork()
+        if child == 0:
+            break
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code)
+        if code == 0:
+            sys.exit()
+    call = sys.argv[3]
     real, seen = getattr(os, call), 0
 
     def counted(*args, **options):
@@ -49,7 +59,7 @@ KILLED = textwrap.dedent("""
             folder.add("a.bin", bytes([number]) * 100_000)
             folder.add("tokenizer.json", b"the same for all")
         prune(parent, 2)
-    print(seen)
+    os._exit(0)
 """)
 
 
@@ -60,27 +70,18 @@ def write(parent: Path, number: int, **files: bytes) -> Path:
     return parent / f"step-{number}"
 
 
-def run_killed(parent: Path, call: str, count: int) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", KILLED, str(parent), call, str(count)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def calls_made(tmp_path: Path, call: str) -> int:
-    write(tmp_path / "whole", 1)
-    done = run_killed(tmp_path / "whole", call, 0)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
-
-
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "unlink", "rmdir"])
 def test_kill_at_every_step_of_the_commit(tmp_path, call):
     """Whatever call a kill comes before, each folder with a committed name is complete, and there is at least one."""
-    count = calls_made(tmp_path, call)
+    whole, copies = write(tmp_path / "whole", 1).parent, tmp_path / "copies"
+    command = [sys.executable, "-c", KILLED, str(copies), str(whole), call]
+    done = subprocess.run(command, capture_output=True, text=True)
+    *killed, ended = map(int, done.stdout.split())
+    assert (done.returncode, ended) == (0, 0) and set(killed) == {-signal.SIGKILL}, done
+    count = len(killed)
     assert count >= {"fsync": 15, "rename": 5, "mkdir": 3, "unlink": 5, "rmdir": 2}[call]
     for number in range(1, count + 1):
-        parent = tmp_path / f"{call}-{number}"
-        write(parent, 1)
-        assert run_killed(parent, call, number).returncode == -signal.SIGKILL
+        parent = copies / str(number)
         clean_leftovers(parent)
         assert not list(parent.glob("*.tmp"))
         folders = newest_complete(parent)

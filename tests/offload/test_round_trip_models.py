@@ -4,6 +4,9 @@ bit for bit what transformers and torch's AdamW make of them.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -62,15 +65,22 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+WRITTEN: dict[tuple[object, ...], Path] = {}  # folders that no test changes
+
+
 @pytest.fixture
-def written(tmp_path):
+def written(tmp_path, tmp_path_factory):
     """``written(kind, dtype, **more)``: a folder that transformers wrote of a small random model, in several shards."""
 
-    def write(kind: str, dtype: torch.dtype = torch.float32, **more: int):
+    def write(kind: str, dtype: torch.dtype = torch.float32, **more: int) -> Path:
+        key = (kind, dtype, *sorted(more.items()))
         torch.manual_seed(0)
-        folder, config = tmp_path / kind, CONFIGS[kind](**more)
-        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder, max_shard_size="40KB")
-        return folder
+        if key not in WRITTEN:
+            model = AutoModelForCausalLM.from_config(CONFIGS[kind](**more)).to(dtype)
+            folder = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folder, max_shard_size="40KB")
+            WRITTEN[key] = folder
+        return Path(shutil.copytree(WRITTEN[key], tmp_path / kind))
 
     return write
 

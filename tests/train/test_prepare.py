@@ -14,11 +14,14 @@ from tests.nn.linear.peak_bytes import PeakBytes
 from vblackwell.data.corpus import Corpus, PackedDataset
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.machine.facts import MemoryFacts
+from vblackwell.machine.gpus import find_gpu
+from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.layout.forecast import FastestUpdates
 from vblackwell.offload.state import export_state
+from vblackwell.train import auto
 from vblackwell.train import prepare as prepare_module
 from vblackwell.train.auto import make_training_plan
 from vblackwell.train.config import TrainConfig
@@ -132,8 +135,14 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
         assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())
 
 
+@pytest.fixture
+def rated(monkeypatch):
+    """A plan for this machine without measuring it, which takes a second."""
+    monkeypatch.setattr(auto, "cpu_rates", lambda: rates_of(find_gpu("RTX 3060")))
+
+
 @pytest.mark.parametrize("chosen", [False, True])
-def test_a_share_that_a_plan_chose_may_move_and_one_that_was_stated_stays(chosen, preset_corpus, monkeypatch):
+def test_a_share_that_a_plan_chose_may_move_and_one_that_was_stated_stays(chosen, preset_corpus, rated, monkeypatch):
     """The plan is this machine's, with the share of a GPU's."""
 
     def plan_of(*args):
@@ -153,7 +162,7 @@ def test_a_share_that_a_plan_chose_may_move_and_one_that_was_stated_stays(chosen
 
 
 @pytest.mark.parametrize("fits", [pytest.param(512, marks=pytest.mark.slow), 256])
-def test_on_a_gpu_a_folder_is_planned_with_the_length_and_batch_that_fit(fits, monkeypatch):
+def test_on_a_gpu_a_folder_is_planned_with_the_length_and_batch_that_fit(fits, rated, monkeypatch):
     """With the facts of one. Its plan is this machine's, and says no to what is longer than ``fits``."""
     made = trainable(Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=512), seed=0, device="cpu"))
     corpus = Corpus(np.arange(600_000, dtype=np.uint16) % 64, None, 64, None, "", "toy")

@@ -87,7 +87,7 @@ def test_when_an_update_runs_changes_nothing(form: Form, more: dict[str, Any], m
         None if "undo" in more else LIMIT if accumulation == 1 else 2.5
     )  # a final update cannot be clipped afterwards
     found = []
-    for where in ("resident", "tight", "roomy"):
+    for where in ("resident", "tight"):
         model = place(Odd(), form, where, make_stack)
         optimizer = optimizer_of(model, **({"max_grad_norm": limit} | more))
         engine = offload_of(model)
