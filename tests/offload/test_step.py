@@ -246,7 +246,7 @@ def test_a_step_that_never_comes(make_stack: MakeStack, update: str):
     assert equal(model, plain)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @UPDATES
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -208,7 +208,7 @@ def test_several_threads(policy: str, delayed: bool, no_delay_left: None):
         rng, mine, held = random.Random(number), {}, []
         start.wait()
         try:
-            for step in range(120 if delayed else 400):
+            for step in range(80 if delayed else 200):
                 key, action = f"mine{number}.{rng.randrange(3)}", rng.random()
                 if action < 0.15:
                     value = random_bytes(rng.choice([100, 3000, 6000]), seed=number * 10_000 + step)

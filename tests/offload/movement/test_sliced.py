@@ -57,7 +57,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float = 
     return losses
 
 
-@pytest.mark.parametrize(("update_in_backward", "transposed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("update_in_backward", "transposed"),
+    [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)],
+)
 def test_a_sliced_embedding_is_bitwise_the_whole_one(update_in_backward: bool, transposed: bool, make_stack: MakeStack):
     torch.manual_seed(0)
     plain = Model(head_rows=40)
@@ -76,6 +79,7 @@ def test_a_sliced_embedding_is_bitwise_the_whole_one(update_in_backward: bool, t
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_sliced_head_trains_like_the_whole_one(tied: bool, dtype: torch.dtype | None, make_stack: MakeStack):

@@ -45,13 +45,13 @@ from vblackwell.offload.storage.masters import round_from_fp32
 
 @functools.cache
 def resident_run(form: Form) -> tuple[list[tuple[float, ...]], dict[str, ParameterState]]:
-    """What `train` sees in four steps of a resident model, and the states after them:
+    """What `train` sees in three steps of a resident model, and the states after them:
     of that form the same for every placement.
     """
     stack = stack_of(8 << 20)
     model = place(Odd(), form, "resident", lambda fast, host: stack)
     optimizer = optimizer_of(model)
-    seen = train(model, optimizer, range(4))
+    seen = train(model, optimizer, range(3))
     assert isinstance(offload_of(model), Resident)
     states = {name: {key: part.clone() for key, part in its.items()} for name, its in export_state(model, optimizer)}
     release(model)
@@ -66,7 +66,7 @@ def test_streamed_is_resident(form: Form, where: str, make_stack: MakeStack):
     expected, states = resident_run(form)
     model = place(Odd(), form, where, make_stack)
     optimizer = optimizer_of(model)
-    assert train(model, optimizer, range(4)) == expected
+    assert train(model, optimizer, range(3)) == expected
     assert isinstance(offload_of(model), Offload)
     assert_same_states(dict(export_state(model, optimizer)), states)
     clipped = [norm > LIMIT for *_, norm in expected]

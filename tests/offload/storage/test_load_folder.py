@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.offload.test_round_trip_models import CONFIGS, tokens, written  # noqa: F401 (a fixture)
+from tests.offload.test_round_trip_models import CONFIGS, LIKE_LLAMA, tokens, written  # noqa: F401 (a fixture)
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.folder import find_folder, read_config, tensor_files
 from vblackwell.folders.tensor_file import TensorFile, all_finite
@@ -80,7 +80,9 @@ def test_frozen_weights_keep_no_masters(written, make_stack):  # noqa: F811
         assert torch.equal(param, released.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LIKE_LLAMA)) for kind in CONFIGS]
+)
 def test_buffers_are_those_of_a_model_that_transformers_loads(kind, written):  # noqa: F811
     folder = written(kind)
     plain, made = AutoModelForCausalLM.from_pretrained(folder), build_on_meta(folder, torch.float32)
