@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
+from vblackwell.errors import InsufficientMemory
+
 
 @pytest.fixture
 def bench() -> ModuleType:
@@ -76,8 +78,11 @@ def test_a_failure_and_a_late_system_are_rows(bench, tmp_path, capsys):
 
 @pytest.mark.parametrize("system", ["streamed", "lines"])
 def test_a_limit_of_ram_is_the_system_s(bench, tmp_path, system):
-    (result,) = bench.main(words(tmp_path, "--systems", system, "--host-memory", "64KiB"))
-    assert result.status == "failed" and result.error.startswith("InsufficientMemory"), result
+    from benchmarks.lib.offload.measure import builder_of
+
+    case = bench.case_of(system, bench.parse(words(tmp_path, "--host-memory", "64KiB")), None)
+    with pytest.raises(InsufficientMemory):
+        builder_of(system)(case, torch.device("cpu"))
 
 
 def said_of(results: list) -> dict[str, str]:

@@ -67,7 +67,8 @@ def test_a_failure_is_told_and_the_next_one_runs(script: Path) -> None:
 
 
 def test_the_time_ends_a_process_and_what_it_started(script: Path) -> None:
-    code, events, told = run(script, "hang behind a bar", 5.0)
+    run(script, "a")  # which is when it stands by: a fork of it takes milliseconds
+    code, events, told = run(script, "hang behind a bar", 1.5)
     assert code is None
     assert told == ["stopped, the time is over", "| chatter of hang behind a bar", "| Loading 50%"]
     deadline = time.monotonic() + 20

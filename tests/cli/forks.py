@@ -197,12 +197,19 @@ def _serve() -> None:
     import peft  # noqa: F401
     import tokenizers  # noqa: F401
     import torch._dynamo  # noqa: F401  (torch.optim does, at its first use)
+    import torch.utils.flop_counter  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import vblackwell.cli
     import vblackwell.generate.command
     import vblackwell.memory.cache.stack
+    import vblackwell.planner.estimate.command
+    import vblackwell.planner.several_gpus
+    import vblackwell.tools.what_fits
+    import vblackwell.train.plan
     import vblackwell.train.run  # noqa: F401
 
     for name in ("numpy.ma", *sys.argv[1:]):
