@@ -115,7 +115,7 @@ def test_a_user_of_the_trainer(on: Type):
 
 def test_one_who_only_asks_what_fits(on: Type):
     """With the card's name as a shop writes it: one screen, each row a way, with what to type."""
-    said = on("estimate", "Qwen3-0.6B", "--gpu", "RTX 3060 12GB", "--ram", "32GiB", "--disk", "100GiB")
+    said = on("estimate", "my-7b", "--gpu", "RTX 3060 12GB", "--ram", "32GiB", "--disk", "100GiB")
     assert sum("vb " in line for line in said.lines) >= 3 and "*" in said.text
     assert len(said.lines) < 45, "it is one screen"
 
