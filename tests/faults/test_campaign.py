@@ -14,7 +14,7 @@ from tests.faults.lab import Lab
 SEED = 35
 # What the run meets in these it meets in others as well: an ENOSPC or EIO, a SIGKILL, a second start, another bit.
 LIKE_OTHERS = {
-    *("kill-elsewhere", "kill-in-the-caches", "killed-holder", "out-of-memory-kill"),
+    *("kill-at-random", "kill-elsewhere", "kill-in-the-caches", "killed-holder", "out-of-memory-kill"),
     *("failing-sync", "filled-disk", "small-disk", "small-spill-disk", "no-inodes", "flip-in-spill-file"),
     *("two-signals", "two-runs-one-cache", "damaged-newest-checkpoint"),
 }

@@ -85,7 +85,7 @@ def alone(models: dict[str, Any], given: list[dict[str, Any]]) -> list[list[Any]
     return found
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("as_on_gpu", [False, True])
 @pytest.mark.parametrize("kinds", [("Llama", "Gemma2"), ("Mixtral",), ("GPT2", "Qwen3")])
 def test_answers_are_those_of_each_request_alone(
