@@ -189,7 +189,9 @@ def test_a_plan_of_what_has_been_exported_is_told(place, finished):
     ("words", "said"),
     [
         (["--host-memory", "4000TiB"], "--host-memory 4000 TiB are RAM on a CPU"),
-        (["--fast-memory", "4000TiB"], "--fast-memory 4000 TiB are RAM on a CPU"),
+        pytest.param(
+            *(["--fast-memory", "4000TiB"], "--fast-memory 4000 TiB are RAM on a CPU"), marks=pytest.mark.slow
+        ),
         (["--disk-memory", "4000TiB"], "--disk-memory 4000 TiB: "),
         (["--disk-memory", "8MiB", "--disk-path", "/dev/shm"], "disk path /dev/shm is on tmpfs"),
     ],

@@ -249,20 +249,22 @@ def test_an_adapter_writes_over_the_base_it_was_trained_over(vb):
 
 def test_an_estimate_is_of_what_it_can_do(vb, folders):
     size = sum(value.nbytes for name, value in load_state(folders / "nvfp4"))
-    for card in ([], ["--gpu", "RTX 3090"]):
-        found = json.loads(vb("estimate", "nvfp4", *card, "--json"))
-        assert found["packed"]["format"] == "nvfp4" and found["packed"]["bytes"] == size
-        assert set(found["ways"]) == {"run", "adapters"} and set(found["commands"]) == {"run", "adapters"}
-        assert all("--use-fp4" not in command for command in found["commands"].values())
-        if not card:  # no tiles, to which a miniature is padded; a page a group is rounded to
-            assert size <= found["ways"]["run"]["host"] < 2 * size
+    found = json.loads(vb("estimate", "nvfp4", "--json"))
+    assert found["packed"]["format"] == "nvfp4" and found["packed"]["bytes"] == size
+    assert set(found["ways"]) == {"run", "adapters"} and set(found["commands"]) == {"run", "adapters"}
+    assert all("--use-fp4" not in command for command in found["commands"].values())
+    # No tiles, to which a miniature is padded on a GPU; a page a group is rounded to.
+    assert size <= found["ways"]["run"]["host"] < 2 * size
     table = vb("estimate", "nvfp4/config.json", "--gpu", "RTX 3090")
     assert "linears in nvfp4)" in table and "run, as it is packed" in table and "all weights" not in table
     assert "tokens/s" in vb("estimate", "nvfp4", "--gpu", "RTX 3090", "--lora", "4", "--seq-length", "64")
-    for words in (["--batch-size", "2"], ["--gpu-memory", "8GiB"], ["--learning-rate", "1e-3"]):
-        for model in ("nvfp4", "nvfp4/config.json"):
-            refused = vb("estimate", model, *words, code=2)
-            assert all(part in refused for part in NOT_TRAINED)
+    for model, words in (
+        ("nvfp4", ["--batch-size", "2"]),
+        ("nvfp4/config.json", ["--gpu-memory", "8GiB"]),
+        ("nvfp4", ["--learning-rate", "1e-3"]),
+    ):
+        refused = vb("estimate", model, *words, code=2)
+        assert all(part in refused for part in NOT_TRAINED)
 
 
 def test_the_python_calls(folders, tmp_path, make_stack):  # noqa: F811

@@ -41,7 +41,7 @@ def said(path: Path, pattern: str, child: Any) -> re.Match[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_server_answers_and_ends_cleanly(place: Any, folder: Path, number: int):
     """At the second signal, sent when the first was heard: of two alike that wait, the system hands over one."""
     child = place.start("serve", str(folder), f"second={folder}", "--port", "0", *MEMORY)

@@ -202,22 +202,6 @@ def test_a_packed_folder_streams_as_it_is(kind, form, folder_of, tokenizer, tmp_
     assert stack.get_stats()["levels"][0]["peak_bytes"] <= 96 << 10
 
 
-def test_the_command_streams_a_packed_folder(folder_of, tmp_path, capsys):
-    folder, file = tmp_path / "packed", tmp_path / "prompts.txt"
-    quantize_folder(folder_of("qwen3"), folder)
-    file.write_text(PROMPTS[0])
-    common = ["generate", "--model", str(folder), "--temperature", "0", "--max-new-tokens", "5", "--device", "cpu"]
-    assert main([*common, "--prompt", PROMPTS[0]]) == 0
-    text = capsys.readouterr().out
-    assert main([*common, "--prompt", PROMPTS[0], "--fast-memory", "128KiB", "--host-memory", "1MiB"]) == 0
-    assert capsys.readouterr().out == text
-    assert main([*common, "--prompts", str(file)]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert line["prompt"] + line["text"] + "\n" == text
-    assert main([*common, "--prompt", PROMPTS[0], "--use-fp4"]) == 0
-    assert capsys.readouterr().out == text, "packed so already"
-
-
 def test_a_damaged_packed_folder_does_not_stream(folder_of, tmp_path, make_stack):  # noqa: F811
     folder = tmp_path / "packed"
     quantize_folder(folder_of("llama"), folder)

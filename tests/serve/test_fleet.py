@@ -103,7 +103,7 @@ def check_random_swaps(folders, expected, count: int) -> None:
 
 
 def test_random_swaps_change_no_bit_and_leave_nothing(folders, expected):
-    check_random_swaps(folders, expected, 200)
+    check_random_swaps(folders, expected, 100)
 
 
 @pytest.mark.slow
