@@ -232,8 +232,8 @@ def test_a_run_is_planned_for_a_card_by_name(place):
         "--batch-size",
         "2",
     ]
-    text = place.vb("estimate", "qwen2.5-0.5b", *flags).stdout
-    assert re.match(r"qwen2.5-0.5b, 494,032,768 parameters, on RTX 3060\nplan: resident, 2 sequences", text), text
+    text = place.vb("estimate", "gpt2", *flags).stdout
+    assert re.match(r"gpt2, 124,439,808 parameters, on RTX 3060\nplan: resident, 2 sequences", text), text
     assert "rates: data sheet of RTX 3060" in text
     for wrong, reason in (
         (["--html", "page.html"], "--html belongs to an estimate of plain PyTorch"),
@@ -241,6 +241,6 @@ def test_a_run_is_planned_for_a_card_by_name(place):
         (["--use-fp4", "--fp8-activations"], "RTX 3060 has no FP8 tensor cores"),
         (["--use-fp4", "--fp8-activations", "--gpu", "H100", "--seq-length", "32"], "a forward has 64 tokens"),
         (["--device", "cpu"], "--device says where this machine computes"),
-        (["--seq-length", "32769"], "beyond the 32768 positions of qwen2.5-0.5b"),
+        (["--seq-length", "1025"], "beyond the 1024 positions of gpt2"),
     ):
-        refused(place, ["estimate", "qwen2.5-0.5b", *flags, *wrong], reason)
+        refused(place, ["estimate", "gpt2", *flags, *wrong], reason)

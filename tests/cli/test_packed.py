@@ -35,7 +35,7 @@ NOT_TRAINED = ("packed weights are not trained", "--lora 16", "or give the folde
 def folders(tmp_path_factory):
     """``base``, a small Llama in bf16 with a tokenizer of bytes, and it packed to ``nvfp4``."""
     parent = tmp_path_factory.mktemp("folders")
-    saved_model(parent / "base", "llama", vocab_size=259, max_position_embeddings=128)
+    saved_model(parent / "base", "llama", vocab_size=259, max_position_embeddings=128, num_hidden_layers=2)
     made = transformers.AutoModelForCausalLM.from_pretrained(parent / "base", dtype=torch.bfloat16)
     made.save_pretrained(parent / "base")
     letters = ["<0>", "<1>", "<2>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -84,7 +84,7 @@ def train(vb, model: str, out: str, *more: str, code: int = 0) -> str:
     return vb(*words, "--checkpoint-every", "2", *more, code=code)
 
 
-GREEDY = ("--temperature", "0", "--max-new-tokens", "6", "--device", "cpu")
+GREEDY = ("--temperature", "0", "--max-new-tokens", "4", "--device", "cpu")
 
 
 def test_many_prompts_and_a_cap_write_what_one_prompt_does(vb):
@@ -93,7 +93,7 @@ def test_many_prompts_and_a_cap_write_what_one_prompt_does(vb):
     rows = vb(*many)
     assert [row["prompt"] + row["text"] + "\n" for row in map(json.loads, rows.splitlines())] == alone
     assert vb(*many, "--batch-size", "1") == rows
-    assert vb(*many, "--fast-memory", "160KiB", "--host-memory", "1MiB") == rows
+    assert vb(*many, "--fast-memory", "40KiB", "--host-memory", "1MiB") == rows
     assert vb(*many, "--use-fp4") == rows, "it is what is asked for"
     assert "mxfp4 already, and --use-fp4 (fp4=) asks for nvfp4: drop it" in vb(
         "generate", "--model", "mxfp4", "--prompt", "a", "--use-fp4", *GREEDY, code=2

@@ -222,6 +222,7 @@ def test_profile_writes_a_trace(place):
     assert any("aten::" in str(event.get("name")) for event in events)
 
 
+@pytest.mark.slow
 def test_doctor_speaks_json(place):
     result = place.vb("doctor", "--json", "--disk-path", str(place.folder))
     found = json.loads(result.stdout)
