@@ -141,7 +141,7 @@ def test_an_adapter_may_have_a_chat_template_of_its_own(folder: Path, tmp_path: 
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     shapes = {"A": (2, 32), "B": (32, 2)}
     save_file(
-        {name.format(layer, each): torch.zeros(shapes[each]) for layer in range(2) for each in "AB"},
+        {name.format(0, each): torch.zeros(shapes[each]) for each in "AB"},
         tmp_path / "adapter_model.safetensors",
     )
     own = "{% for message in messages %}Own: {{ message.content }}<|end|>{% endfor %}"

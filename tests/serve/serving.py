@@ -50,7 +50,7 @@ def byte_model(seed: int, positions: int) -> Any:
         vocab_size=byte_tokenizer().get_vocab_size(),
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,

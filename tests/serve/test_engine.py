@@ -68,7 +68,7 @@ def check_company(fleet: Any, asked: list[dict[str, Any]], **options: Any) -> It
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WORKSPACE = {"cpu": 0, "cuda": workspace_bytes(0)}  # of the budget: none is counted of an arena
-WIDE = {"hidden_size": 64, "num_hidden_layers": 4}  # heads of 16, the least of the kernels
+WIDE = {"hidden_size": 64}  # heads of 16, the least of the kernels
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -251,7 +251,7 @@ def test_more_connections_than_may_be_open_are_closed(
 
 def test_a_stream_says_that_it_lives_while_nothing_comes(server: Serving):
     """Here a prompt of some hundred tokens takes longer than a hundredth of a second."""
-    text = ask(server, BODY | {"stream": True, "messages": [{"role": "user", "content": "x" * 500}]})[2]
+    text = ask(server, BODY | {"stream": True, "messages": [{"role": "user", "content": "x" * 900}]})[2]
     assert ": still at it\n\n" in text.partition('"content":"')[2]
     lines = [line for line in text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and all(line.startswith(("data: {", ": ")) for line in lines[:-1])
