@@ -363,18 +363,18 @@ def test_the_command_talks_as_the_folder_says(model, tokenizer, tmp_path, capsys
     (folder / "manifest.json").unlink()  # what it names has changed
     (tmp_path / "lines.txt").write_text("def f\nclass\n")
     asked = {"top_k": 50, "seed": 4}
-    expected = [generate(model, tokenizer, f"{text}:", 20, **asked) for text in ("def f", "class")]
-    assert generate_command(str(folder), "def f", 20, chat=True, seed=4) == 0
+    expected = [generate(model, tokenizer, f"{text}:", 12, **asked) for text in ("def f", "class")]
+    assert generate_command(str(folder), "def f", 12, chat=True, seed=4) == 0
     assert capsys.readouterr().out == expected[0] + "\n"
-    assert generate_command(str(folder), prompts=str(tmp_path / "lines.txt"), max_new_tokens=20, chat=True, seed=4) == 0
+    assert generate_command(str(folder), prompts=str(tmp_path / "lines.txt"), max_new_tokens=12, chat=True, seed=4) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["def f", "class"]
     ends = list(range(0, tokenizer.get_vocab_size(), 2))  # whatever was drawn, some of it is among them
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert generate_command(str(folder), "def f", 20, chat=True, seed=4) == 0
+    assert generate_command(str(folder), "def f", 12, chat=True, seed=4) == 0
     shorter = capsys.readouterr().out.removesuffix("\n")
     assert expected[0].startswith(shorter) and len(shorter) < len(expected[0])
-    assert shorter == generate(model, tokenizer, "def f:", 20, ends=ends, **asked)
+    assert shorter == generate(model, tokenizer, "def f:", 12, ends=ends, **asked)
 
 
 def test_the_pace_of_texts_is_counted():

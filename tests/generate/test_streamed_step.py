@@ -51,7 +51,10 @@ def opened(folder, stack, rows, **options):
     return model, cache, ids, whole
 
 
-@pytest.mark.parametrize(("places", "fp4"), [(4, None), (5, "nvfp4"), (9, "nvfp4")])  # 9 and more: nothing passes
+@pytest.mark.parametrize(
+    ("places", "fp4"),  # 9 and more: nothing passes
+    [(4, None), pytest.param(5, "nvfp4", marks=pytest.mark.slow), (9, "nvfp4")],
+)
 def test_steps_are_those_of_the_model(places, fp4, folder_of, make_stack):  # noqa: F811
     stack = make_stack(1 << 20)
     model, cache, ids, whole = opened(folder_of("llama"), stack, 2, fp4=fp4)
