@@ -76,8 +76,10 @@ class HostUpdates(Mover):
                 self._end_commit, group, state.update_end, early, old, group=group.index
             )
         except BaseException:  # another task has failed meanwhile: this group stays a step behind
-            self._take_back(group, early, old)
             self._worker.broken = True
+            if state.update_end.exception() is None and state.update_end.result():
+                early.behind = None  # it has made the step that the states lacked
+            self._take_back(group, early, old)
             raise
 
     def _adopt(self, group: Group, early: EarlyUpdate) -> Ranges | None:
