@@ -219,20 +219,21 @@ def decoding() -> None:
 
 @case("paged_triton._attend", "paged_triton._merge_chunks", "paged_triton._store_rows")
 def paged() -> None:
+    queries, keys = ((1, 37, 0, 1), (200, 137, 3, 65)) if DEVICE == "cuda" else ((1, 5, 0), (130, 70, 3))
     with use_backend("paged_attention", "triton"), use_backend("store_pages", "triton"):
         for page, options in ((32, {}), (5, {"window": 40, "softcap": 2.0})):
-            Cache(PagedCase((1, 37, 0, 1), (200, 137, 3, 65), heads=6, width=24, page=page)).attend(**options)
+            Cache(PagedCase(queries, keys, heads=6, width=24, page=page)).attend(**options)
 
 
 @case("encode_triton._encode", "encode_triton._maxima", "tile_triton._words", "tile_triton._scales")
 def encoding() -> None:
-    w_NK = normal(7, 85)
+    w_NK, formats = normal(7, 85), FORMATS if DEVICE == "cuda" else {"nvfp4": FORMATS["nvfp4"]}
     with use_backend("fp4_encode", "triton"), use_backend("fp4_tile", "triton"):
-        for name, search in itertools.product(FORMATS, ("mse", "max")):
+        for name, search in itertools.product(formats, ("mse", "max")):
             encode.tiles(encode.quantize(w_NK, name, search))
         encode.tiles(encode.separate(w_NK))
     with use_backend("fp4_round_trip", "triton"):
-        for form in FORMATS.values():
+        for form in formats.values():
             encode.round_trip(w_NK, form, torch.bfloat16)
 
 

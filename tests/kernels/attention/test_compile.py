@@ -17,14 +17,11 @@ SPILLED_BYTES = 160
 # Prompts over keys in pages: what earlier chunks came to, 64 numbers of a thread that are wanted once in a chunk, may
 # wait in local memory. The newest targets' compilers leave more there at heads of 128, which nobody has timed.
 SPILLED_SUMS = {80: 256, 86: 256, 89: 256, 90: 256, 100: 768, 120: 768}
-QUICK = {  # the least shared memory, and the newest
-    86: ("dkv,128,none",),
-    90: ("specialized,128,none",),
-}
+QUICK = {90: ("specialized,128,none",)}  # the one whose products and copies run at once
 PAGED = ("steps,128,none", "prompts,128,none", "prompts,128,none,bf16,small", "prompts,256,none,bf16,all")
 OTHERS = {
     80: ("forward,128,none", "dq,128,none", "dkv,128,none", *PAGED),
-    86: ("forward,128,none", "dq,128,none", "dkv,64,boolean", *PAGED),
+    86: ("forward,128,none", "dq,128,none", "dkv,128,none", "dkv,64,boolean", *PAGED),
     89: ("forward,64,none", "dkv,128,additive", *PAGED),
     90: (
         *PAGED,

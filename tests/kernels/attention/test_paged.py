@@ -150,7 +150,7 @@ def test_half_precision():
 @pytest.mark.parametrize("page", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_bits_are_a_request_s_own(page, options):
     """Alone, in a batch, on other pages, with the chunks of a row in one program or in several."""
-    case = Case((1, 37, 1, 50), (140, 77, 1, 90), page=page)
+    case = Case((1, 17, 1, 9), (140, 77, 1, 70), page=page)
     with use_backend("paged_attention", "triton"):
         together, elsewhere = Cache(case).attend(**options), Cache(case)
         order = torch.randperm(len(elsewhere.key_pages), generator=torch.Generator().manual_seed(5))

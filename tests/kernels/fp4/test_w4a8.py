@@ -30,9 +30,9 @@ CASES = [  # plan, clusters, m, n, k, dtype
     (WIDE, 3, 1155, 272, 112, BF16),  # a fifth pair of token tiles, which goes through the columns alone; one step
     (MIDDLE, 2, 131, 240, 656, FP16),  # the head does every step
     pytest.param(MIDDLE, 3, 257, 464, 144, FP16, marks=pytest.mark.slow),
-    (MIDDLE, 1, 9, 32, 1024, FP16),  # as many steps as the head does
+    pytest.param(MIDDLE, 1, 9, 32, 1024, FP16, marks=pytest.mark.slow),  # as many steps as the head does
     (ROUNDED, 1, 140, 400, 592, BF16),  # and does one of three columns of tiles
-    (NARROW, 2, 33, 208, 128, BF16),
+    pytest.param(NARROW, 2, 33, 208, 128, BF16, marks=pytest.mark.slow),  # as one-hot rows
     # More steps than fit one look at the counters; rows longer than a thread keeps: the last case of any order, too.
     pytest.param(NARROW, 2, 40, 208, 4240, FP16, marks=pytest.mark.slow),
 ]

@@ -208,7 +208,7 @@ def test_attention_that_goes_by_its_layers_number_is_launched(factor, fused):
 @on_the_cpu
 def test_settings_under_which_names_raise_are_read_by_others(fused, monkeypatch):
     """PyTorch's newer name of what fp32 products may do: where it is used, the older raises."""
-    model, products = accelerated("Llama"), torch.backends.cuda.matmul
+    model, products = accelerated("GPT2"), torch.backends.cuda.matmul
     before, graphs = products.fp32_precision, graphed(model, **batch())
     try:
         products.fp32_precision = "tf32"
@@ -220,7 +220,7 @@ def test_settings_under_which_names_raise_are_read_by_others(fused, monkeypatch)
 
 @on_the_cpu
 def test_dropped_graphs_are_gone_and_a_dead_owner_is_not_used(fused):
-    model = accelerated("Llama")
+    model = accelerated("GPT2")
     graphs = graphed(model, **batch())
     graphs.drop()
     assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
@@ -240,7 +240,7 @@ def test_where_memory_is_short_layers_are_launched_and_that_is_told(fused, monke
     def refuse(*given: Any) -> None:
         raise torch.OutOfMemoryError("of the GPU")
 
-    model = accelerated("Llama")
+    model = accelerated("GPT2")
     monkeypatch.setattr(layer_graphs, "_Graphs", refuse)
     graphs = graphed(model, **batch())
     assert not graphs._graphs and graphs.num_bytes == 0
@@ -258,13 +258,13 @@ def test_what_attention_raises_is_a_reason_to_launch_and_a_warning(fused, monkey
 
     monkeypatch.setattr(layer_graphs, "_Graphs", refuse)
     with pytest.warns(UserWarning, match="launched kernel by kernel.*RuntimeError: not while capturing"):
-        graphs = graphed(accelerated("Llama"), **batch())
+        graphs = graphed(accelerated("GPT2"), **batch())
     assert not graphs._graphs and "RuntimeError: not while capturing" in graphs.about
 
 
 @on_the_cpu
 def test_where_steps_leave_nothing_none_is_tried(fused, monkeypatch):
-    model, graphs = accelerated("Llama"), LayerGraphs()
+    model, graphs = accelerated("GPT2"), LayerGraphs()
     monkeypatch.setattr(layer_graphs, "_Graphs", lambda *given: pytest.fail("tried"))
     for _ in range(2):
         step(model, graphs, batch())
@@ -275,7 +275,7 @@ def test_where_steps_leave_nothing_none_is_tried(fused, monkeypatch):
 
 @on_the_cpu
 def test_only_the_step_after_captures_what_the_last_two_had(fused):
-    model, graphs = accelerated("Llama"), LayerGraphs()
+    model, graphs = accelerated("GPT2"), LayerGraphs()
     shorter = {name: each[:, :-1] for name, each in batch().items()}
     step(model, graphs, batch())
     graphs.allow(MUCH)  # one step says nothing of the next
