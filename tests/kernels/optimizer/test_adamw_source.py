@@ -89,7 +89,13 @@ def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, align
 
 
 @emulation.needs_compiler
-@pytest.mark.parametrize(("weight", "gradient", "previous"), KINDS[::2] + KINDS[1:2] + KINDS[-1:])
+@pytest.mark.parametrize(
+    ("weight", "gradient", "previous"),
+    [  # one in five, which show each value
+        pytest.param(*kind, marks=[pytest.mark.slow] * (place % 5 > 0 and place < len(KINDS) - 2))
+        for place, kind in enumerate(KINDS)
+    ],
+)
 def test_the_source_has_torchs_bits(files, weight, gradient, previous):
     for n, spread, beta1, aligned in ((4096 + 4095, PLAIN, 0.9, 1), (4101, EXTREME, 0.3, 0)):
         numbers = AdamWStep(1e-2, beta1, 0.95, 1e-8, 0.1, 7)
@@ -108,7 +114,9 @@ def pointer(address: int) -> Any:
 
 
 @emulation.needs_compiler
-@pytest.mark.parametrize(("weight", "gradient"), [*itertools.product((0, 1), (0, 1, 2))])
+@pytest.mark.each_value
+@pytest.mark.parametrize("weight", [0, 1])
+@pytest.mark.parametrize("gradient", [0, 1, 2])
 def test_a_step_and_one_more_have_the_bits_of_two(files, weight, gradient, monkeypatch):
     """Aligned and not, with the weight's place ahead or elsewhere; as many arguments as the kernel is loaded with."""
     n, launched, made = BLOCK + 4091, list[bool](), adamw._ahead_launcher.__wrapped__

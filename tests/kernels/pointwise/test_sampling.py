@@ -130,19 +130,19 @@ def test_the_kernels_draw_what_the_reference_draws(vocabulary, options):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_batch_and_its_parts_draw_the_same(backend):
-    logits = normal(6, 1500, seed=2)
-    seeds, positions = column(11, 12, 13, 14, 15, 16), column(0, 1, 2, 3, 4, 5)
+    logits = normal(4, 1500, seed=2)
+    seeds, positions = column(11, 12, 13, 14), column(0, 1, 2, 3)
     with use_backend("sampling", backend):
         whole = sample_tokens(logits, seeds, positions, top_p=0.95)
-        order = column(4, 0, 5, 2)
+        order = column(3, 0, 2)
         assert torch.equal(sample_tokens(logits[order], seeds[order], positions[order], top_p=0.95), whole[order])
-        alone = [sample_tokens(logits[i : i + 1], int(seeds[i]), int(positions[i]), top_p=0.95) for i in range(6)]
+        alone = [sample_tokens(logits[i : i + 1], int(seeds[i]), int(positions[i]), top_p=0.95) for i in range(4)]
         assert torch.equal(torch.cat(alone), whole)
-        strided = torch.empty(6, 1600, device=DEVICE)[:, :1500].copy_(logits)
+        strided = torch.empty(4, 1600, device=DEVICE)[:, :1500].copy_(logits)
         assert torch.equal(sample_tokens(strided, seeds, positions, top_p=0.95), whole)
-        same = logits[:1].expand(6, -1)
-        assert sample_tokens(same, seeds, 0).unique().numel() == 6
-        assert sample_tokens(same, 5, positions).unique().numel() == 6
+        same = logits[:1].expand(4, -1)
+        assert sample_tokens(same, seeds, 0).unique().numel() == 4
+        assert sample_tokens(same, 5, positions).unique().numel() == 4
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -153,7 +153,7 @@ def test_attention_is_computed_again_under_the_same_autocast(inside, wanted, mon
 @pytest.mark.parametrize(
     ("name", "reentrant"),
     [
-        ("Llama", False),
+        pytest.param("Llama", False, marks=pytest.mark.slow),
         ("Qwen2", True),
         *(
             pytest.param(name, reentrant, marks=pytest.mark.slow)

@@ -180,7 +180,9 @@ def with_attention(prepare: Callable[[Any, int], Any], factor: Callable[[Any], A
 @pytest.mark.parametrize(
     ("prepare", "factor", "kinds"),
     [
-        (lambda each, number: setattr(each, "warm", 1.0), lambda each: each.warm, 1),
+        pytest.param(
+            lambda each, number: setattr(each, "warm", 1.0), lambda each: each.warm, 1, marks=pytest.mark.slow
+        ),
         (lambda each, number: setattr(each, "_warm", 1.0 + number), lambda each: each._warm, 2),
         (lambda each, number: setattr(each, "warm", {"by": 1.0 + number}), lambda each: each.warm["by"], 0),
         (lambda each, number: each.register_buffer("warm", torch.tensor(1.0 + number)), lambda each: each.warm, 0),
@@ -195,7 +197,11 @@ def test_what_attention_holds_of_its_own_is_seen(prepare, factor, kinds, fused):
 
 @on_the_cpu
 @pytest.mark.parametrize(
-    "factor", [lambda each: 1.0 + (each.layer_idx == 1), lambda each: 1.0 + isinstance(each.layer_idx, bool)]
+    "factor",
+    [
+        lambda each: 1.0 + (each.layer_idx == 1),
+        pytest.param(lambda each: 1.0 + isinstance(each.layer_idx, bool), marks=pytest.mark.slow),
+    ],
 )
 def test_attention_that_goes_by_its_layers_number_is_launched(factor, fused):
     model = with_attention(lambda each, number: None, factor)
