@@ -40,7 +40,7 @@ extern "C" void run(int waits) {
 CASES = [
     (1, "no barrier at 8"),
     (2, r"nobody can go on.* 64 wait for barrier 8 \(1 arrivals of 2"),
-    (3, "waited for in vain"),
+    pytest.param(3, "waited for in vain", marks=pytest.mark.slow),  # a second
     (4, "misaligned: 56"),
     (5, "bytes 80 to 96 of 80 of shared memory"),
     (6, "a block that has ended|on their way"),

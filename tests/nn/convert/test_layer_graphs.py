@@ -367,7 +367,7 @@ class UnderOne(nn.Module):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("name", ["GPT2", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_a_checkpoint_around_layers_of_a_stream_sees_the_same_in_both_passes(name, fused, make_stack):  # noqa: F811
     """Of which only the first is inside the forward, where graphs are used."""
     grads = []
