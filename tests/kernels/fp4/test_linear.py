@@ -85,7 +85,7 @@ def test_compiles_as_one_graph():
     assert torch.equal(grad, x.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_autocast_casts_the_input_and_nothing_else(dtype):
     """Under autocast an op gives what it gives on the cast input: with all bits of scales and bias, and fp32 sums
     inside.

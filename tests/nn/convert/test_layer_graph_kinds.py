@@ -103,7 +103,9 @@ def test_what_is_another_in_backward_is_not_captured(fused):  # noqa: F811
     assert_equal(step(model, graphs, batch(1)), gradients(model, **batch(1)))
 
 
-@pytest.mark.parametrize("order", [pytest.param((0, 1, 2), marks=pytest.mark.slow), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize(
+    "order", [(2, 1, 0), *(pytest.param(order, marks=pytest.mark.slow) for order in ((0, 1, 2), (1, 0, 2)))]
+)
 def test_tables_are_those_of_the_forward_whose_backward_it_is(order, fused):  # noqa: F811
     model = accelerated("Llama")
     graphs, length = graphed(model, **batch()), batch()["input_ids"].shape[1]
