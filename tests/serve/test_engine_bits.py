@@ -150,7 +150,7 @@ def test_threads_of_the_cpu_do_not_show():
     """64 rows of 1,088 numbers are shared out to three threads, and at the ends of shares torch computes otherwise."""
     threads, model = torch.get_num_threads(), tiny("Llama", intermediate_size=1088)
     rng = random.Random(3)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(200)] for _ in range(2)]
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(200)] for _ in range(4)]
     given = [{"tokens": prompt, "count": 2, "logprobs": 2, "prompt_logprobs": True} for prompt in prompts]
     torch.set_num_threads(3)
     try:
