@@ -30,10 +30,21 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 ALL_UPDATES = pytest.mark.parametrize("update", UPDATES)
 
 
-def everywhere(test: Callable[..., None]) -> Callable[..., None]:
-    """On both, with each of their values."""
-    return pytest.mark.each_value(ALL_UPDATES(BOTH_DTYPES(test)))
+def quick(*shown: tuple[str | float, torch.dtype]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """At each place of updates in both types, of which only what is ``shown`` is not slow; with each other value."""
+    pairs = [
+        pytest.param(update, dtype, marks=[] if (update, dtype) in shown else [pytest.mark.slow], id=f"{name}-{update}")
+        for update in UPDATES
+        for dtype, name in zip(DTYPES, ("bf16", "fp32"), strict=True)
+    ]
+    both = pytest.mark.parametrize(("update", "dtype"), pairs)
+    return lambda test: pytest.mark.each_value(both(test))
 
+
+# A share of 0.5 has groups that are updated at either place. What adds gradients up, or takes numbers of other steps,
+# differs between the types: sums of bf16 ones have a range.
+everywhere = quick((0.5, torch.bfloat16))
+in_both_types = quick((0.5, torch.bfloat16), ("device", torch.float32))
 
 # So many KiB of host memory hold what all groups need to be behind, by some 20, and not one group's shadows.
 HOST_KIB = {
@@ -73,7 +84,9 @@ def twins() -> Iterator[Callable[..., Twins]]:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-@everywhere
+@pytest.mark.each_value
+@ALL_UPDATES
+@BOTH_DTYPES
 def test_steps_have_the_bits_of_pytorch(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     pair = twins(update, dtype)
     pair.steps(range(6))
@@ -81,7 +94,7 @@ def test_steps_have_the_bits_of_pytorch(update: str | float, dtype: torch.dtype,
     pair.assert_weights()
 
 
-@everywhere
+@in_both_types
 def test_a_step_that_was_lacking_uses_its_own_numbers(
     update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]
 ):
@@ -112,7 +125,7 @@ def test_numbers_that_change_between_backward_and_step(
     pair.assert_states()
 
 
-@everywhere
+@in_both_types
 @pytest.mark.parametrize("clips", ["FTFTT", "FFFTF", "TTFFT"])
 def test_a_clip_after_steps_that_did_not(
     clips: str, update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]
@@ -145,7 +158,7 @@ def test_a_clip_that_the_next_step_expects(update: str | float, dtype: torch.dty
 # -- steps that do not come --------------------------------------------------------------------------------------------
 
 
-@everywhere
+@in_both_types
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_step_that_does_not_come(after: int, update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     pair = twins(update, dtype)
@@ -218,7 +231,7 @@ def test_states_that_are_read_between_backward_and_step(
     pair.assert_states()
 
 
-@everywhere
+@in_both_types
 def test_a_gradient_is_read_after_its_step(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     """Where states lack the step, its gradient is what they lack: it is read, and stays."""
     pair = twins(update, dtype)
@@ -246,7 +259,7 @@ def test_export_and_going_on_elsewhere(update: str | float, dtype: torch.dtype, 
         each.assert_states()
 
 
-@everywhere
+@in_both_types
 def test_weights_that_are_changed_between_steps(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     pair = twins(update, dtype)
     for seed in range(4):
@@ -318,7 +331,7 @@ def test_gradients_add_up_over_steps(
     pair.assert_states()
 
 
-@everywhere
+@in_both_types
 def test_gradients_that_are_made_zero(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     pair = twins(update, dtype, host_kib=kib_with_sums(update, dtype))
     for seed in range(5):
@@ -332,7 +345,7 @@ def test_gradients_that_are_made_zero(update: str | float, dtype: torch.dtype, t
     pair.assert_states()
 
 
-@everywhere
+@in_both_types
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_gradients_of_some_parameters_are_given_up(
     set_to_none: bool, update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]
@@ -353,7 +366,7 @@ def test_gradients_of_some_parameters_are_given_up(
     pair.assert_states()
 
 
-@everywhere
+@in_both_types
 def test_micro_batches_and_single_ones(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     """What is accumulated is not one whole gradient: states that lacked a step have it before."""
     pair = twins(update, dtype, host_kib=kib_with_sums(update, dtype))
@@ -367,7 +380,7 @@ def test_micro_batches_and_single_ones(update: str | float, dtype: torch.dtype, 
     pair.assert_states()
 
 
-@everywhere
+@in_both_types
 def test_a_parameter_without_gradient_in_one_step(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     """Its group's update waits for the step, and its own states lack none that it had no part in."""
     pair = twins(update, dtype)
@@ -383,7 +396,7 @@ def test_a_parameter_without_gradient_in_one_step(update: str | float, dtype: to
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@everywhere
+@in_both_types
 @pytest.mark.parametrize("when", ["after the step", "after the backward"])
 def test_memory_for_rollbacks_is_given_back_in_mid_run(
     when: str, update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]
@@ -527,7 +540,7 @@ def delays() -> Iterator[None]:
     set_worker_delay(None)
 
 
-@everywhere
+@in_both_types
 @pytest.mark.parametrize("redone", ["every", "some", "no"])
 def test_delays_change_no_bit(
     redone: str, update: str | float, dtype: torch.dtype, delays: None, twins: Callable[..., Twins]
