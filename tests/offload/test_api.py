@@ -38,7 +38,7 @@ def test_a_streamed_model_tells_its_shares(make_stack: MakeStack):
         model_plan(release(model))
 
 
-@pytest.mark.parametrize("update", ["host", "device", 0.4])
+@pytest.mark.parametrize("update", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("host", "device")), 0.4])
 def test_a_plan_says_how_much_waits_for_the_step(update: str | float):
     """From the optimizer on, and steps leave it as it was; less where RAM has less room for the way back."""
     shares = list[int]()
@@ -55,7 +55,7 @@ def test_a_plan_says_how_much_waits_for_the_step(update: str | float):
         (line,) = (line for line in said if "before step()" in line)
         shares.append(int(line.split("%")[0]))
         assert line.endswith("before step()" if shares[-1] == 100 else "step(), the others after it")
-        for step in range(3):
+        for step in range(2):
             DECODER.loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -140,7 +140,7 @@ def test_what_was_prepared_is_given_back():
 
     run()
     files, threads, resident = held()
-    stacks = [run() for _ in range(4)]
+    stacks = [run() for _ in range(3)]
     after = held()
     # Threads that other tests left may end meanwhile.
     assert after[0] == files and after[1] <= threads and after[2] < resident + (16 << 20), (

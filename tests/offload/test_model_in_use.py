@@ -391,7 +391,7 @@ def test_sparse_gradients_are_refused(stack: VGPUStack):
         model(torch.tensor([1])).sum().backward()
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["streamed", "resident"])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("update_in_backward", [False, True])

@@ -48,7 +48,7 @@ def linears(count: int = 12, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Mo
     return torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(count))).to("meta", dtype)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4, 5))])
+@pytest.mark.parametrize("number", [1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 3, 4, 5))])
 def test_what_is_chosen_without_compute_is_near_the_best_with_it(number: int):
     """Of 21 shares, for a drawn decoder, machine and step: within 2 % in nine of ten of 242 draws, 15 % at worst."""
     draw = random.Random(number)

@@ -35,6 +35,14 @@ WIDTH, DEPTH, TOKENS = 16, 6, 8
 BOUNDARY_BYTES = TOKENS * WIDTH * 4
 
 
+def of_them(*names: str) -> pytest.MarkDecorator:
+    """All these models, and only ``names`` not slow."""
+    marks = {case.name: [] if case.name in names else [pytest.mark.slow] for case in CHECKPOINTING}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=case.name, marks=marks[case.name]) for case in CHECKPOINTING]
+    )
+
+
 @pytest.fixture
 def stack(make_stack: MakeStack) -> VGPUStack:
     return make_stack(1 << 20)
@@ -516,7 +524,7 @@ def test_modules_that_checkpoint_as_transformers_do(reentrant: bool, stack: VGPU
     assert all(layer._gradient_checkpointing_func is function for layer in model)
 
 
-@pytest.mark.parametrize("case", CHECKPOINTING, ids=lambda case: case.name)
+@of_them("gpt2", "t5")
 def test_with_streamed_weights(case: Case, make_stack: MakeStack):
     from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
     from vblackwell.offload.layout.groups import find_groups
@@ -552,7 +560,7 @@ def test_with_streamed_weights(case: Case, make_stack: MakeStack):
         assert param.grad is not None and torch.equal(param.grad, sum(parts[1:], parts[0]))
 
 
-@pytest.mark.parametrize("case", CHECKPOINTING, ids=lambda case: case.name)
+@of_them("decoder", "vit")  # test_training_is_bitwise_the_same has all
 def test_whole_training_through_the_engine(case: Case, make_stack: MakeStack):
     from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW

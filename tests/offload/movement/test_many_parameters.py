@@ -61,7 +61,7 @@ def calls_of_a_step(make_stack: MakeStack, experts: int, update: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("update", ["host", "device"])
+@pytest.mark.parametrize("update", [pytest.param("host", marks=pytest.mark.slow), "device"])
 def test_work_grows_with_the_parameters_of_a_group(make_stack: MakeStack, update: str):
     few, many = (calls_of_a_step(make_stack, experts, update) for experts in (32, 128))
     assert many < 5 * few

@@ -121,7 +121,9 @@ def defaults() -> Iterator[Callable[[torch.dtype, str | None], None]]:
     choose(torch.float32, None)
 
 
-@pytest.mark.parametrize(("update", "states"), [("host", "fp32"), ("device", "fp32"), ("device", "8bit")])
+@pytest.mark.parametrize(
+    ("update", "states"), [("host", "fp32"), pytest.param("device", "fp32", marks=pytest.mark.slow), ("device", "8bit")]
+)
 def test_steps_and_states_under_other_defaults(update: str, states: str, make_stack: MakeStack, defaults):
     """A scaled loss, clipping, states out and in again, while torch makes something else than fp32 on the CPU."""
 
