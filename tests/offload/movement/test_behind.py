@@ -27,25 +27,17 @@ from vblackwell.offload.state import export_state, import_state
 
 UPDATES, DTYPES = ("host", "device", 0.5), (torch.bfloat16, torch.float32)
 BOTH_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
-ALL_UPDATES = pytest.mark.parametrize("update", UPDATES)
 
 
 def quick(*shown: tuple[str | float, torch.dtype]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """At each place of updates in both types, of which only what is ``shown`` is not slow; with each other value."""
-    pairs = [
-        pytest.param(update, dtype, marks=[] if (update, dtype) in shown else [pytest.mark.slow], id=f"{name}-{update}")
-        for update in UPDATES
-        for dtype, name in zip(DTYPES, ("bf16", "fp32"), strict=True)
-    ]
-    both = pytest.mark.parametrize(("update", "dtype"), pairs)
-    return lambda test: pytest.mark.each_value(both(test))
+    """At each place of updates (0.5: both) in each type, slow where it is not ``shown``; with each other value."""
+    pairs = [(update, dtype) for update in UPDATES for dtype in DTYPES]
+    given = [pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in shown)) for pair in pairs]
+    return lambda test: pytest.mark.each_value(pytest.mark.parametrize(("update", "dtype"), given, ids=str)(test))
 
 
-# A share of 0.5 has groups that are updated at either place. What adds gradients up, or takes numbers of other steps,
-# differs between the types: sums of bf16 ones have a range.
 everywhere = quick((0.5, torch.bfloat16))
-in_both_types = quick((0.5, torch.bfloat16), ("device", torch.float32))
-
+in_both_types = quick((0.5, torch.bfloat16), ("device", torch.float32))  # where sums or numbers differ with the type
 # So many KiB of host memory hold what all groups need to be behind, by some 20, and not one group's shadows.
 HOST_KIB = {
     ("host", torch.bfloat16): 520,
@@ -84,9 +76,7 @@ def twins() -> Iterator[Callable[..., Twins]]:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
-@ALL_UPDATES
-@BOTH_DTYPES
+@in_both_types
 def test_steps_have_the_bits_of_pytorch(update: str | float, dtype: torch.dtype, twins: Callable[..., Twins]):
     pair = twins(update, dtype)
     pair.steps(range(6))
@@ -309,7 +299,7 @@ def test_release_and_going_on_with_torchs_adamw(
 
 
 @pytest.mark.each_pair
-@ALL_UPDATES
+@pytest.mark.parametrize("update", UPDATES)
 @BOTH_DTYPES
 @pytest.mark.parametrize("more_kib", [20, 400])
 def test_gradients_add_up_over_steps(
