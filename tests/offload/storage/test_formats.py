@@ -171,7 +171,7 @@ SIZES = st.sampled_from([1, 255, 256, 257, 4095, 4096, 4097, 8191, 8192, 8193, 1
 
 
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from(PACKED))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_any_sizes(sizes: list[list[int]], form: Form):
     found = []
     for where in ("resident", "streamed"):

@@ -98,7 +98,7 @@ def test_what_is_done_already_is_not_advised():
 
 
 def test_a_fused_step_as_it_is_traced():
-    run = Run(of_decoder("decoder", DecoderConfig(512, 512, 1408, 4, 8, max_position=64)), 64)
+    run = Run(of_decoder("decoder", DecoderConfig(512, 512, 1408, 2, 8, max_position=64)), 64)
     ours, theirs = with_fused_step(run.trace(1)), replace(run, optimizer="adamw-fused").trace(1)
     both = [estimate_trace(trace) for trace in (ours, theirs)]
     counts = len(list(run.model.parameters()))  # of steps, which a fused AdamW keeps on the GPU, in blocks of 512 bytes
