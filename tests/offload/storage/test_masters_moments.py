@@ -66,7 +66,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(form: Form, make_stack
     kept = raw_moments(model, optimizer)
     expected = train(model, optimizer, range(3, 5))
     final = dict(export_state(model, optimizer))
-    for where in ("resident", "disk"):  # where it came from, others are loaded in test_the_state_dict_is_torchs
+    for where in ("resident", "disk"):  # "tight" goes on in test_the_state_dict_is_torchs
         other = Odd()
         with torch.no_grad():
             for param in other.parameters():
