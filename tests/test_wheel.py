@@ -99,7 +99,6 @@ def test_the_metadata_is_the_packages_and_invents_no_address(installed: Path):
     assert found.metadata["Description-Content-Type"] == "text/markdown"
 
 
-@pytest.mark.slow
 def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     corpus = tmp_path / "corpus.py"
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")

@@ -90,7 +90,6 @@ def test_adapters_over_fp4(place):
     assert abs(losses[1] - losses[0]) < 0.2, "over the unrounded base the adapter does nearly the same"
 
 
-@pytest.mark.slow  # tests/offload/test_distillation.py has the same calls
 def test_distil(place):
     output = run_example(place, "distil.py")
     first, last = losses_of(output)
@@ -118,7 +117,6 @@ def test_generate(place):
     assert 0 < int(held) <= 4 << 20 < size
 
 
-@pytest.mark.slow  # tests/offload/test_trainer.py has the same calls
 def test_trainer(place):
     logged = re.findall(r"'loss': '([\d.]+)', 'grad_norm': '([\d.]+)'", run_example(place, "trainer.py"))
     losses = [float(loss) for loss, _ in logged]
@@ -130,7 +128,6 @@ def test_trainer(place):
         assert float(trained(input_ids=tokens, labels=tokens).loss) < losses[-1] + 0.05  # the mean of all four rows
 
 
-@pytest.mark.slow  # tests/offload/test_accelerate.py has the same calls
 def test_accelerate_loop(place):
     output = run_example(place, "accelerate_loop.py")
     first, last = losses_of(output)

@@ -4,7 +4,6 @@ adapters, which are written, merged and used over the base that they were traine
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -24,12 +23,10 @@ from vblackwell.generate.load import load_model
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.api import offload_of
-from vblackwell.offload.measure import cpu_rates
 from vblackwell.tools.quantize import quantize_folder
 
 # peft asks for it
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-RATES = functools.cache(cpu_rates)  # measured once for all runs
 ADAPTER = ("--adapter", "run/adapter")
 NOT_TRAINED = ("packed weights are not trained", "--lora 16", "or give the folder that it was packed from")
 
@@ -59,8 +56,6 @@ def vb(folders, tmp_path, monkeypatch, capsys):
     for path in folders.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    for module in ("train.auto", "offload.measure"):
-        monkeypatch.setattr(f"vblackwell.{module}.cpu_rates", RATES)
 
     def run(*words: str, code: int = 0) -> str:
         assert main(list(words)) == code

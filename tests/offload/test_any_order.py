@@ -133,7 +133,7 @@ def test_any_order_gives_the_bits_of_pytorch(
 def test_any_order_gives_one_result_in_bf16(accumulation: int, choose: Callable[[int], None], make_stack: MakeStack):
     """Masters, sums of gradients in a separate range, and without undo gradients that land where weights were."""
     found = []
-    for seed in (0, 1):
+    for seed in (0, 1, 2):
         choose(seed)
         model = build(MLP)
         enable_vgpu_stack_optimization(

@@ -452,7 +452,7 @@ def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_sta
     # More steps where most runs at the same time: updates ahead of their step, on separate streams. Rare orders
     # are not left to luck here: test_any_order.py and test_disk_lane.py run work in orders of which most show a missing
     # wait.
-    steps, micros = (8, 1) if update_in_backward and update == "device" else (5, 2)
+    steps, micros = (12, 1) if update_in_backward and update == "device" else (8, 2)
     ours = VGPUAdamW(
         model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=micros
     )

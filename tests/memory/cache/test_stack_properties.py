@@ -178,7 +178,7 @@ class NextUseMachine(StackMachine):
 
 
 _SETTINGS = settings(
-    max_examples=15, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestLRUStack = StackMachine.TestCase
 TestLRUStack.settings = _SETTINGS
@@ -208,7 +208,7 @@ def test_several_threads(policy: str, delayed: bool, no_delay_left: None):
         rng, mine, held = random.Random(number), {}, []
         start.wait()
         try:
-            for step in range(50 if delayed else 120):
+            for step in range(120 if delayed else 400):
                 key, action = f"mine{number}.{rng.randrange(3)}", rng.random()
                 if action < 0.15:
                     value = random_bytes(rng.choice([100, 3000, 6000]), seed=number * 10_000 + step)
