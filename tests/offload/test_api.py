@@ -1,7 +1,10 @@
-"""`model_plan`: what a user reads of a model's place in its stack; `prepare`: all three in one call."""
+"""`model_plan`: what a user reads of a model's place in its stack; `prepare`: all three in one call; and which batches
+a cap of the process refuses.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -10,13 +13,24 @@ import weakref
 import psutil
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 import vblackwell as vb
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
+from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.convert.training import checkpoint_layers
+from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
+from vblackwell.offload.batch_check import BatchCheck
+from vblackwell.planner.forecast import ANY_RATES, Forecast, Machine
+from vblackwell.planner.memory_estimate import Run
+from vblackwell.planner.placement import Bounds, Choice
+from vblackwell.trace.causal_lm import language_batch
+from vblackwell.train.auto import spec_of
 
 _, DECODER, GPT2, *_ = CASES
 LEVEL0 = 128 << 10
@@ -215,3 +229,134 @@ def test_a_frozen_model_and_one_of_fp16():
     model, optimizer = vb.prepare(build(DECODER).half())
     assert not optimizer.update_in_backward
     vb.release(model)
+
+
+# -- batches under a cap -----------------------------------------------------------------------------------------------
+
+TOO_SMALL = 40 << 20  # of which a step of `rows(64)` takes more, and one of a few rows less
+
+
+def rows(count: int, length: int = 64) -> torch.Tensor:
+    return torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(count))
+
+
+def capped_model(make_stack: MakeStack, monkeypatch, kind: str = "llama", cap: int = TOO_SMALL, **options):
+    """A causal model, streamed on a device of which the process may take ``cap`` bytes."""
+    monkeypatch.setattr("vblackwell.offload.batch_check.process_cap", lambda device: cap)
+    torch.manual_seed(0)
+    if kind == "decoder":
+        model: torch.nn.Module = Decoder(DecoderConfig(96, 32, 48, num_layers=6, num_heads=4, max_position=64))
+    else:
+        more = {"n_layer": 6} if kind == "gpt2" else {"num_hidden_layers": 6}
+        model = AutoModelForCausalLM.from_config(CONFIGS[kind](**more))
+    enable_vgpu_stack_optimization(model.train(), make_stack(LEVEL0), placement="streamed", **options)
+    return model
+
+
+def loss_of(model, tokens: torch.Tensor) -> torch.Tensor:
+    if isinstance(model, Decoder):
+        return model(tokens, tokens)
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+@pytest.mark.parametrize(("kind", "accelerate"), [("llama", True), ("gpt2", False), ("decoder", False)])
+def test_a_batch_is_refused_before_its_forward(kind: str, accelerate: bool, make_stack: MakeStack, monkeypatch):
+    """With what fits, which trains to the bits of a run without a cap; nothing has changed in between."""
+    outcomes = []
+    for cap in (None, TOO_SMALL):
+        model = capped_model(make_stack, monkeypatch, kind, cap, accelerate=accelerate)
+        optimizer, reached = vb.VGPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5), list[torch.nn.Module]()
+        next(model.children()).register_forward_pre_hook(lambda module, _, reached=reached: reached.append(module))
+        if cap is not None:
+            state = torch.get_rng_state()
+            for _ in range(2):
+                with pytest.raises(InsufficientMemory, match="64 sequences of 64 tokens are too many") as refused:
+                    loss_of(model, rows(64))
+            assert not reached and torch.equal(torch.get_rng_state(), state)
+            error = refused.value
+            assert 0.9 * error.needed_bytes > error.available_bytes == TOO_SMALL
+            assert "caps this process at 40.0 MiB: give at most" in str(error)
+            most = int(str(error).split("at most ")[1].split()[0])
+            assert 1 <= most < 64 and "gradient checkpointing" in str(error)
+            loss_of(model, rows(most)).backward()
+            optimizer.zero_grad()
+        losses = []
+        for step in range(2):
+            torch.manual_seed(step)  # of dropout
+            loss = loss_of(model, rows(1 + step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        vb.release(model)
+        outcomes.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+        loss_of(model, rows(64))  # which is nobody's to refuse any more
+    (wanted, weights), (found, others) = outcomes
+    assert found == wanted and all(torch.equal(others[name], weights[name]) for name in weights)
+
+
+def test_a_batch_is_traced_once_for_each_that_is_larger(make_stack: MakeStack, monkeypatch):
+    model, traced = capped_model(make_stack, monkeypatch, cap=1 << 40), list[tuple[int, ...]]()
+
+    def noted(vocab_size: int, *batch: int):
+        traced.append(batch)
+        return language_batch(vocab_size, *batch)
+
+    monkeypatch.setattr("vblackwell.offload.batch_check.language_batch", noted)
+    for count, length in ((2, 16), (2, 16), (1, 8), (2, 12), (3, 16), (1, 32), (3, 16)):
+        loss_of(model, rows(count, length)).backward()
+    assert traced == [(2, 16), (3, 16), (1, 32)]
+    model.eval()
+    loss_of(model, rows(8))
+    with torch.no_grad():
+        loss_of(model.train(), rows(8))
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(model, rows(8))
+    with FlopCounterMode(display=False):
+        loss_of(model, rows(8))
+    assert len(traced) == 3
+    vars(model.model)["forward"] = model.model.forward
+    loss_of(model, rows(8))
+    del vars(model.model)["forward"]
+    assert len(traced) == 3
+    loss_of(copy.deepcopy(model), rows(8))
+    assert len(traced) == 3
+    loss_of(model, rows(8))
+    assert traced[3:] == [(8, 64)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_batch_takes_what_a_plan_says(checkpointing: bool, make_stack: MakeStack, monkeypatch):
+    """To the byte, and a step without labels no more than one with them; `recomputing` is seen though it comes late."""
+    model = capped_model(make_stack, monkeypatch, cap=1 << 40, accelerate=False, activations="host")
+    found = []
+    needed = BatchCheck._needed
+
+    def noted(self, *args):
+        found.append(needed(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(BatchCheck, "_needed", noted)
+    if checkpointing:
+        checkpoint_layers(model)
+    loss_of(model, rows(4))
+    held, step = found.pop()
+    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"](num_hidden_layers=6)).train()
+    run = Run(spec_of(plain, "llama"), 64, precision="fp32", checkpointing=checkpointing)
+    forecast = Forecast(run, Machine(Bounds(1 << 40, 1 << 40), ANY_RATES))
+    activations = "host" if checkpointing else "level0"
+    choice = Choice("streamed", 4, 1, checkpointing, activations=activations)
+    assert step == forecast.step_bytes(choice, forecast.trace(checkpointing, 4))
+    assert 0 < held <= offload_of(model).stack.levels[0].capacity_bytes
+    model(input_ids=rows(4), use_cache=False).logits.sum().backward()
+    assert found.pop()[1] <= step
+
+
+def test_nothing_is_refused_that_nobody_caps_or_knows(make_stack: MakeStack, monkeypatch):
+    """A model of the user's own, whose step may be anything; and a process that may take all there is."""
+    monkeypatch.setattr("vblackwell.offload.batch_check.process_cap", lambda device: 1)
+    own = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    enable_vgpu_stack_optimization(own, make_stack(LEVEL0), placement="streamed")
+    own(torch.ones(2, 8)).sum().backward()
+    monkeypatch.undo()
+    assert BatchCheck.of(build(DECODER), torch.device("cpu"), None) is None

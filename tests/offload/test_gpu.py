@@ -17,11 +17,12 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.delay import set_transfer_delay
 from vblackwell.errors import InsufficientMemory
-from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.layout import placement as placement_module
@@ -412,3 +413,35 @@ def test_other_threads_let_go_of_events_while_a_step_waits_for_its_norm():
         waiting.clear()
         thread.join()
     assert during > 1000  # an event takes some microseconds; 84 with a copy to memory that is not pinned
+
+
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_a_batch_beyond_the_cap_is_refused_before_its_forward(accelerate: bool):
+    """By about what it takes: four fifths of what is named as the most run, and the refusal has taken nothing."""
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    with create_vgpu_stack("1GiB", "4GiB", 0) as stack, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", accelerate=accelerate)
+        optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
+
+        def step(count: int) -> float:
+            tokens = torch.randint(4096, (count, 256), generator=torch.Generator().manual_seed(0)).cuda()
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        before = torch.cuda.memory_allocated()
+        with pytest.raises(InsufficientMemory, match="2048 sequences of 256 tokens .* 1.00 GiB: ") as refused:
+            step(2048)
+        assert torch.cuda.memory_allocated() == before
+        most = int(str(refused.value).split("give at most ")[1].split()[0])
+        assert 8 <= most < 2048
+        torch.cuda.reset_peak_memory_stats()
+        assert step(most * 4 // 5) > step(most * 4 // 5)
+        assert torch.cuda.max_memory_reserved() <= 1 << 30
+        release(model)

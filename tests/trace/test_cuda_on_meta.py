@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
 
 from tests.planner.test_memory_estimate import trace_of
 from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run
@@ -159,6 +160,48 @@ def test_of_two_threads_neither_leaves_its_answers_behind():
     for thread in threads:
         thread.join(240)
     assert asked() == before
+
+
+def test_other_threads_go_on_as_ever():
+    """What they compute, ask and call is no part of a trace, nor answered by one, however it is in the way."""
+    model, inside, done = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), threading.Event(), threading.Event()
+    recomputed = nn.Linear(8, 8)
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    asked, found = list[Any](), list[Any]()
+
+    def ask() -> list[Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            attended = nn.functional.scaled_dot_product_attention(x, x, x)
+            y = checkpoint(recomputed, attended, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(y.float().sum(), x)
+        packed = masking_utils.find_packed_sequence_indices(torch.tensor([[0, 1, 0, 1]]))
+        with torch.autocast("cpu", torch.bfloat16):
+            regions = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return [attended.detach(), y.detach(), gradient, packed, regions, x.device.type, x.is_meta]
+
+    def other() -> None:
+        inside.wait(240)
+        found.extend(ask())
+        done.set()
+
+    def loss(traced: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = traced[0](x)
+        inside.set()
+        assert done.wait(240)
+        return traced[1](y).sum()
+
+    def trace() -> Any:
+        return trace_training(model, lambda: torch.zeros(4, 8, device="cuda"), loss, None)
+
+    asked.extend(ask())
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    beside = trace()
+    thread.join(240)
+    assert len(found) == len(asked)
+    for one, another in zip(found, asked, strict=True):
+        assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another
+    assert beside == trace()
 
 
 @pytest.mark.gpu

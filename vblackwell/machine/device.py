@@ -102,6 +102,11 @@ def hold_cap(device: torch.device, num_bytes: int) -> Callable[[], None]:
     return release
 
 
+def process_cap(device: torch.device) -> int | None:
+    """Bytes of ``device`` that the holders of caps may take together; None where nobody holds one."""
+    return sum(_caps.get(device, {}).values()) or None
+
+
 def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     """The most that torch allocated, and reserved from the driver; None on the CPU, where torch does not count."""
     if device.type != "cuda":

@@ -20,6 +20,7 @@ from vblackwell.kernels.optimizer import cpu
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import level_in_words
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, is_causal_lm, restore_causal_lm
+from vblackwell.offload.batch_check import BatchCheck
 from vblackwell.offload.engine import offload_of, stream
 from vblackwell.offload.layout.groups import (
     Formats,
@@ -140,6 +141,7 @@ def enable_vgpu_stack_optimization(
     names = _names.setdefault(stack, {})
     if holds_model(stack, name):
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
+    check = BatchCheck.of(model, stack.level0_device, compute_dtype)
     with ExitStack() as undone:
         if accelerate is None:
             accelerate = stack.level0_device.type == "cuda" and is_causal_lm(model)
@@ -174,6 +176,8 @@ def enable_vgpu_stack_optimization(
             engine = stream(model, stack, name, options, source, store, measured)
         names[name] = engine.finalizer
         undone.pop_all()
+    if check is not None:
+        engine.handles.append(check.watch(model, engine))
     stack.measure_host_memory()  # the model's own is free now: moments, whose places are next, may have it
     if on_gpu and engine.updates_on_host and (reason := cpu.why_not()):
         said = (

@@ -103,7 +103,7 @@ class Resident:
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
         cached = any(slot.dtype == torch.float32 for group in self.groups for slot in group.slots)
-        self._handles = uncached_forward(model) if cached else []
+        self.handles = uncached_forward(model) if cached else []
         self.finalizer = weakref.finalize(model, self.storage.close)
         self.finalizer.atexit = False  # at exit the stack closes itself
 
@@ -158,7 +158,7 @@ class Resident:
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
         """Give every parameter, its fp32 master where there is one, memory on ``device``; 8-bit states become plain."""
-        for handle in [*self._hooks.values(), *self._handles]:
+        for handle in [*self._hooks.values(), *self.handles]:
             handle.remove()
         for param in (slot.param for group in self.groups for slot in group.slots):
             truth = truth_of(param)

@@ -21,8 +21,11 @@ from vblackwell.offload.layout.forecast import (
     FastestUpdates,
     StepForecast,
     Update,
+    checkpoint_bytes,
     fastest_updates,
     forecast_step,
+    layers_of,
+    step_bytes,
 )
 from vblackwell.offload.layout.groups import (
     Formats,
@@ -37,7 +40,7 @@ from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
 from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.trace.allocator import replay
-from vblackwell.trace.trace import Trace
+from vblackwell.trace.trace import Trace, peak_with_gradients
 from vblackwell.trace.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, align_up, format_bytes
 
@@ -217,7 +220,7 @@ class Forecast:
         return replace(choice, update=update)
 
     def _updates_of(self, choice: Choice) -> FastestUpdates:
-        waiting = self._input_bytes(choice) * self._num_blocks(choice) if choice.activations == "host" else 0
+        waiting = self._input_bytes(choice) * len(layers_of(self.groups(choice))) if choice.activations == "host" else 0
         formats = Formats(choice.states, self._masters)
         return self._updates(self.machine, choice.checkpointing, formats, waiting)
 
@@ -282,7 +285,7 @@ class Forecast:
         seconds = self._seconds_of(choice) if timed else {}
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
-        waiting = inputs * self._num_blocks(choice)
+        waiting = inputs * len(layers_of(self.groups(choice)))
         options = layout.StreamingOptions(update=choice.update, activation_bytes=waiting, formats=formats)
         found = forecast_step(
             self.model,
@@ -348,35 +351,11 @@ class Forecast:
 
     def step_bytes(self, choice: Choice, trace: Trace) -> int:
         """Activations, logits, workspace, and a parameter's gradient before its group's buffer takes it."""
-        gradient = max((p.numel() * p.element_size() for p in self._parameters if p.requires_grad), default=0)
-        found = peak_with_gradients(trace, 0.0) + gradient
-        if choice.activations == "host":
-            inputs = self._input_bytes(choice)
-            ahead = layout.checkpoints_ahead(inputs, self.machine.bounds.gpu, on_gpu=self.machine.has_gpu)
-            found -= max(0, self._num_blocks(choice) - layout.NEWEST - ahead) * inputs
-        return max(gradient, found)
-
-    def _num_blocks(self, choice: Choice) -> int:
-        counts = [len(group.slots) for group in self.groups(choice)]
-        return sum(count * 2 > max(counts) for count in counts)
+        inputs = self._input_bytes(choice) if choice.activations == "host" else 0
+        return step_bytes(trace, self.groups(choice), inputs, self.machine.bounds.gpu, on_gpu=self.machine.has_gpu)
 
     def _input_bytes(self, choice: Choice) -> int:
-        model: nn.Module = self.model
-        config = getattr(model, "config", None)
-        hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
-        if hidden is None:
-            raise Unsupported("the hidden size of the model is not known, so checkpoints' inputs cannot be counted")
-        width = max(p.element_size() for p in self._parameters)
-        return choice.batch_size * self.run.seq_length * int(hidden) * width
-
-
-def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:
-    """Most bytes of activations, logits, workspace and gradients, ``widened`` times as wide as they were traced, at one
-    time. ``held``: earlier micro-batches' gradients are there all the time."""
-    steps = 1 + max((step for _, step, _ in trace.marks), default=0)
-    width = {"weights": 0, "optimizer": 0, "gradients": 0 if held else widened}
-    sizes = [int(size * width.get(of, 1)) for size, of in zip(trace.sizes, trace.categories, strict=True)]
-    return (int(trace.total("gradients") * widened / steps) if held else 0) + trace.peak(sizes)
+        return checkpoint_bytes(self.model, choice.batch_size * self.run.seq_length)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """transformers' causal language models from a configuration, without weights, and answers to what they ask of a batch.
 
-Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and
-which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes either way.
+Three questions of transformers need values of tensors: whether positions restart inside a row (packed sequences),
+whether tokens are padding, and which experts get which tokens. An ordinary batch is not packed and has no padding, and
+grouped products take the same bytes either way.
 """
 
 import sys
@@ -9,12 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.trace.cuda_on_meta import answered
 
 _SIZES = ("size", "layers", "layer", "heads", "embd", "head", "positions", "embeddings", "experts", "dim", "model")
 _REQUIRED = (
@@ -88,11 +89,12 @@ def _refuse_flex(*args: Any, **options: Any) -> Any:
 
 @contextmanager
 def plain_batches() -> Iterator[None]:
-    """Answer what transformers asks about values, where transformers is in use at all."""
+    """Answer what transformers asks about values, where transformers is in use at all, in this thread alone."""
     masks, experts, attention = (
         sys.modules.get(f"transformers.{name}")
         for name in ("masking_utils", "integrations.moe", "integrations.flex_attention")
     )
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     plain: Any = getattr(experts, "_grouped_mm", None)
 
     def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -107,12 +109,13 @@ def plain_batches() -> Iterator[None]:
         (masks, "create_block_mask", _refuse_flex),
         (attention, "compile_friendly_flex_attention", _refuse_flex),
         (masks, "find_packed_sequence_indices", lambda position_ids: None),
+        (models, "warn_if_padding_and_no_attention_mask", lambda model, input_ids, attention_mask: None),
         (experts, "_grouped_mm", grouped),
     ]
     with ExitStack() as stack:
         for owner, name, answer in answers:
             if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, answer))
+                stack.enter_context(answered(owner, name, answer))
         yield
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,7 @@ _SOFTMAX = {
 _DROPOUT = (functional.dropout, torch.dropout)
 _DEVICES = (torch.device, str)
 _TYPES = frozenset((Tensor, torch.nn.Parameter))
-# Patches are seen by every thread: of two that leave in another order than they came, one's would stay for good.
+# Of two that leave in another order than they came, one's patches would stay for good.
 _ONE_AT_A_TIME = threading.RLock()
 
 # What autocast computes in the lower precision and what in fp32 (torch's amp.html, "CUDA Op-Specific Behavior").
@@ -281,14 +281,24 @@ PRIVATE_NAMES = (
 _CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
 
+def answered(owner: Any, name: str, answer: Any) -> AbstractContextManager[Any]:
+    """Inside, ``owner`` has ``answer`` under this name; a function answers this thread alone."""
+    before, thread = getattr(owner, name), threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (answer if threading.get_ident() == thread else before)(*args, **kwargs)
+
+    return mock.patch.object(owner, name, call if callable(answer) else answer)
+
+
 @contextmanager
 def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
     """Enter `CudaOnMeta`, on a GPU of that compute capability.
 
-    One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
-    itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is
-    answered here: asking a GPU that is there would start CUDA, half a second, and take memory of it. Raises Unsupported
-    where this torch lacks something that a trace needs, instead of bytes that are wrong.
+    One thread at a time; others go on as ever, on a GPU too. What torch asks of a GPU by itself (optimizers, whether a
+    CUDA graph is being captured; checkpointing, for the states of random numbers) is answered here: asking a GPU that
+    is there would start CUDA, half a second, and take memory of it. Raises Unsupported where this torch lacks something
+    that a trace needs, instead of bytes that are wrong.
     """
     if missing := [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]:
         lacks = f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks"
@@ -330,7 +340,7 @@ def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int
         ]
         with mode, warnings.catch_warnings():
             for owner, name, answer in answers:
-                stack.enter_context(mock.patch.object(owner, name, answer))
+                stack.enter_context(answered(owner, name, answer))
             stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved))
             forget()
             stack.callback(forget)

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self.phase = "setup"
         self.answers = _answers(capability, num_sms, torch.get_default_dtype())
         self._cublas: set[str] = set()
+        self._thread = threading.get_ident()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -171,6 +173,8 @@ class Recorder(TorchDispatchMode):
             self._add_work(_host_work(self.phase, issues))
 
     def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._note_issues(module_issues(type(module)))
         if self.phase != "forward" or not any(each is not None for each in module._parameters.values()):
             return

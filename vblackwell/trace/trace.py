@@ -80,6 +80,15 @@ class Trace:
         return replace(self, events=tuple(each for each in self.events if each not in gone), marks=(), work=())
 
 
+def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:
+    """Most bytes of activations, logits, workspace and gradients, ``widened`` times as wide as they were traced, at one
+    time. ``held``: earlier micro-batches' gradients are there all the time."""
+    steps = 1 + max((step for _, step, _ in trace.marks), default=0)
+    width = {"weights": 0, "optimizer": 0, "gradients": 0 if held else widened}
+    sizes = [int(size * width.get(of, 1)) for size, of in zip(trace.sizes, trace.categories, strict=True)]
+    return (int(trace.total("gradients") * widened / steps) if held else 0) + trace.peak(sizes)
+
+
 def on_meta(model: nn.Module) -> nn.Module:
     """``model`` if all of it is on meta, else a copy there, without bytes. Raises Untraceable where it refuses."""
     parameters, buffers = list(model.parameters()), list(model.buffers())

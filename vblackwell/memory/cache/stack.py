@@ -339,7 +339,9 @@ def create_vgpu_stack(
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
             Of a GPU it is the cap of all that torch allocates there while the stack is open, activations included;
-            torch reserves it in expandable segments from then on, unless it was told how (``PYTORCH_ALLOC_CONF``).
+            torch reserves it in expandable segments from then on, unless it was told how (``PYTORCH_ALLOC_CONF``). The
+            forward of a batch in training whose step needs more raises InsufficientMemory before it begins, where the
+            model is one of transformers' causal models or a `Decoder`.
             The default host_memory is 7/8 of the RAM that is free, and changes with it when a model comes or goes.
         disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
             the cache and the current directory that is on a disk.

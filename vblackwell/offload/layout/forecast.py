@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported, VBError
 from vblackwell.machine.rates import Rates
 from vblackwell.offload.layout import placement
 from vblackwell.offload.layout.groups import (
@@ -28,6 +28,7 @@ from vblackwell.offload.layout.groups import (
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan, simulate
 from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_groups, place_streamed
 from vblackwell.offload.layout.storage_plan import LevelSpace, StoragePlan
+from vblackwell.trace.trace import Trace, peak_with_gradients
 
 SHARES = (*(number / 40 for number in range(25)), 1.0)  # of the parameters, that the host may update
 LOADED = 0.3  # of level 0 for weights, where nothing else says how much: what steps leave becomes theirs
@@ -131,6 +132,46 @@ def _table(
                 placed = storage.range(*pair)
                 table["undo"][placed.level] += levels[placed.level].held_bytes(placed.num_bytes)
     return table
+
+
+def level0_bytes(found: StreamedPlacement) -> int:
+    """What a model that streams as ``found`` takes of level 0 while its layers compute, before steps have shown what
+    they leave there. Gradients and weights that leave are as large as a layer's then: embeddings and head, which may be
+    larger, leave when layers do not compute.
+    """
+    table = _table(found, found.storage, (), ())
+    layer = max((group.num_bytes for group in layers_of(found.groups)), default=0)
+    leaving = (found.max_in_flight + (found.max_locked if found.on_level0 else 0)) * layer
+    return leaving + sum(row[0] for kind, row in table.items() if kind not in ("leaving", "locked"))
+
+
+def step_bytes(trace: Trace, groups: Sequence[Group], input_bytes: int, gpu_bytes: int, *, on_gpu: bool = True) -> int:
+    """What a step, traced without an optimizer, takes of a GPU beside `level0_bytes`: activations, logits, workspace,
+    and a parameter's gradient before its group's buffer takes it. ``input_bytes``: `checkpoint_bytes` where inputs of
+    checkpoints wait in RAM; 0: they stay. ``gpu_bytes``: what the process may take of the GPU.
+    """
+    slots = (slot for group in groups for slot in group.slots if slot.param.requires_grad)
+    gradient = max((slot.num_elements * slot.dtype.itemsize for slot in slots), default=0)
+    found = peak_with_gradients(trace, 0.0) + gradient
+    if input_bytes:
+        ahead = placement.checkpoints_ahead(input_bytes, gpu_bytes, on_gpu=on_gpu)
+        found -= max(0, len(layers_of(groups)) - placement.NEWEST - ahead) * input_bytes
+    return max(gradient, found)
+
+
+def layers_of(groups: Sequence[Group]) -> list[Group]:
+    """Those of ``groups`` that have about as many parameters as the one with most: no embeddings, norms or head."""
+    most = max((len(group.slots) for group in groups), default=0)
+    return [group for group in groups if len(group.slots) * 2 > most]
+
+
+def checkpoint_bytes(model: nn.Module, tokens: int) -> int:
+    """Of the input of one checkpointed layer. Raises Unsupported where the model does not state its hidden size."""
+    config = getattr(model, "config", None)
+    hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
+    if hidden is None:
+        raise Unsupported("the hidden size of the model is not known, so checkpoints' inputs cannot be counted")
+    return tokens * int(hidden) * max(param.element_size() for param in model.parameters())
 
 
 def gradient_traffic(
