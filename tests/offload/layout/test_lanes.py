@@ -4,6 +4,7 @@ and against steps that were measured on an H200 (docs/journal/offload.md).
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from vblackwell.offload.layout.lanes import (
     LanePlan,
     LaneTimes,
     disk_hidden_from,
+    least_seconds,
     simulate,
     spans,
 )
@@ -166,6 +168,19 @@ def test_gradients_of_earlier_micro_batches_come_up_for_groups_that_live_on_leve
     slow = replace(FAST, up=50.0, up_both=50.0)  # 40 s for a group, where a step computes for 48
     late = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000, micro_batches=2), slow)
     assert late.step_seconds >= 6 * 2000 / 50.0 and busiest(late) == "up"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_step_takes_no_less_than_its_busiest_lane(micro_batches: int, stored: bool):
+    """And in the long run of a step that one lane bounds, next to nothing more."""
+    for share, cpu in itertools.product((0.0, 0.3, 0.6), (5e8, 3e9)):
+        rates, plan = replace(H200, cpu_adamw=cpu, memory=math.inf), llama(share, 3.0)
+        plan = replace(plan, micro_batches=micro_batches, stores_gradients=stored)
+        times, least = simulate(plan, rates), least_seconds(plan, rates)
+        assert 0.5 * times.step_seconds < least <= times.step_seconds
+        if times.busy["cpu"] > 0.97:
+            assert least > 0.95 * times.step_seconds
 
 
 def test_sums_go_before_updates_of_other_groups():

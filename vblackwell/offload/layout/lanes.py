@@ -19,20 +19,18 @@ A transfer that starts while the other direction works has the rate for both; wh
 """
 
 import functools
+import gc
 import heapq
-import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from vblackwell.machine.rates import Rates
 from vblackwell.units import MiB
 
 LANES: tuple[str, ...] = ("gpu", "up", "down", "cpu", "disk")
-FREE_LANES = ("down", "cpu", "disk")  # of which tasks go as soon as they can
-STEPS = 5  # of a simulation
+STEPS = 4  # of a simulation, of which the last two count
 PREFETCHED = 2  # inputs of checkpoints that come up before they are needed
 GPU_UPDATE_BYTES = 28.0  # a parameter that an update on the GPU reads and writes of its memory
 CPU_UPDATE_BYTES = 26.0  # a parameter that AdamW on the CPU reads and writes, in place or not, with a gradient of 2
@@ -40,6 +38,7 @@ SUMMED_BYTES = 4.0  # a parameter, of gradients that have been added up
 CPU_SLOWS_LINK = 0.9  # copies during the CPU's update: 43 to 46 of 49.6 GB/s
 HIDDEN = 1.02  # a disk that costs less than that of a step is hidden
 MAX_DOUBLINGS = 24
+AFTER_WRITES = 1  # of a read's order
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,9 @@ class LanePlan:
         return any(group.disk_read or group.disk_write or group.weights_on_disk for group in self.groups)
 
 
+Span = tuple[str, float, float, float]  # a lane, from and to in seconds, and bytes
+
+
 @dataclass(frozen=True)
 class LaneTimes:
     """One step in the long run: seconds, bytes of both directions and the disk, and each lane's share of the time."""
@@ -93,39 +95,70 @@ class LaneTimes:
     disk_bytes: float = 0.0
 
 
-def _run(plan: LanePlan, rates: Rates) -> tuple[list[float], "Clock"]:
-    """When each of `STEPS` steps ends, in the clock that has run; ValueError for an empty one."""
+def _run(plan: LanePlan, rates: Rates, steps: int = STEPS) -> tuple[list[float], list[Span]]:
+    """When each of ``steps`` steps ends, and what each lane did; ValueError for an empty one."""
     if not plan.groups or plan.micro_batches < 1:
         raise ValueError(f"a step of {plan.micro_batches} micro-batches and {len(plan.groups)} groups is empty")
-    graph = Graph(plan, rates, STEPS)
-    clock = Clock(graph)
-    clock.run()
-    return [clock.ends[task] for task in graph.done], clock
+    collects = gc.isenabled()
+    gc.disable()  # thousands of tasks, and no circle: a collection would go through all that the process has
+    try:
+        return Clock(Graph(plan, rates, steps)).run()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def spans(plan: LanePlan, rates: Rates) -> dict[str, list[tuple[float, float]]]:
     """When each lane works, (from, to) in seconds, between the ends of two steps in the long run; raises as `simulate`.
     A step ends with its backward: updates that are due are the next one's first work.
     """
-    (*_, begin, end, _), clock = _run(plan, rates)
+    (*_, begin, end), busy = _run(plan, rates)
     found: dict[str, list[tuple[float, float]]] = {lane: [] for lane in LANES}
-    for lane, start, stop, _ in clock.busy:
+    for lane, start, stop, _ in busy:
         if start < end and stop > begin:
             found[lane].append((max(start, begin) - begin, min(stop, end) - begin))
     return found
 
 
 @functools.lru_cache(maxsize=64)  # choices of a forecast may differ in nothing that a lane does
-def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
-    """Run `STEPS` steps and count all but the first two and the last; ValueError for an empty one."""
-    ends, clock = _run(plan, rates)
-    begin, end, counted = ends[1], ends[-2], STEPS - 3
+def simulate(plan: LanePlan, rates: Rates, steps: int = STEPS) -> LaneTimes:
+    """Run ``steps`` steps and count all but the first two, of two the second; ValueError for an empty one."""
+    ends, busy = _run(plan, rates, steps)
+    skipped = min(2, steps - 1)
+    begin, end, counted = ends[skipped - 1], ends[-1], steps - skipped
     shares, moved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
-    for lane, start, stop, num_bytes in clock.busy:
+    for lane, start, stop, num_bytes in busy:
         if start < end and stop > begin and (inside := min(stop, end) - max(start, begin)) > 0:
             shares[lane] += inside / (end - begin)
             moved[lane] += num_bytes * inside / (stop - start) / counted
     return LaneTimes((end - begin) / counted, moved["up"], moved["down"], shares, moved["disk"])
+
+
+def least_seconds(plan: LanePlan, rates: Rates) -> float:
+    """What a step takes at least, without a disk: as long as its busiest lane has work, if nothing waits for another.
+    Simulated ones take a seventh longer in the mean, and twice as long at most.
+    """
+    several, summed = plan.micro_batches > 1, plan.gradient if plan.micro_batches == 2 else SUMMED_BYTES
+    seconds = up = down = cpu = 0.0
+    weights = sum(group.weight_bytes for group in plan.groups if not group.resident)
+    for group in plan.groups:
+        seconds += group.forward + group.backward
+        sent = plan.micro_batches - 1
+        if group.on_host or group.deferred or plan.stores_gradients:
+            sent += 1
+        down += sent * group.parameters * plan.gradient
+        cpu += max(0, sent - 1) * group.parameters / rates.adds_per_update
+        if group.on_host:
+            cpu += group.parameters * (1 + several * (SUMMED_BYTES - plan.gradient) / CPU_UPDATE_BYTES)
+        elif not group.resident:
+            more = several * summed + 2 * plan.gradient * group.behind
+            up += (plan.states_up + more) * group.parameters
+            down += plan.states_down * group.parameters
+    up += 2 * plan.micro_batches * max(0, weights - plan.weight_budget)
+    cpu /= rates.cpu_adamw
+    up, down = up / max(rates.up, rates.up_both), down / max(rates.down, rates.down_both)
+    slowed = 1 - CPU_SLOWS_LINK
+    return max(plan.micro_batches * seconds, cpu, *(link + slowed * min(cpu, link) for link in (up, down)))
 
 
 def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
@@ -159,22 +192,29 @@ def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
 # -- tasks and what they wait for --------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
 class Task:
-    """Work of one lane ('' for none) in one step that begins when ``waits_for`` others are over."""
+    """Work of one lane ('' for none) in one step that begins when ``waits_for`` others are over.
 
-    lane: str
-    step: int
-    seconds: float = 0.0
-    held: float = 0.0  # of them, in which the lane waits for another
-    num_bytes: float = 0.0
-    waits_for: int = 0
-    ring: int = 0  # bytes of the ring that it takes, or gives back (below 0)
-    sets: int = 0  # sets of host memory that it takes (1) or gives back (-1)
-    writes: bool = False  # to the disk
-    index: int = 0  # of its group, where the CPU goes by that
-    postponable: bool = False  # after what the CPU could do for other groups
-    then: list["Task"] = field(default_factory=list)
+    Attributes:
+        held: seconds of it in which the lane waits for another.
+        postponable: after what the CPU could do for other groups.
+        ring: bytes of the ring that it takes, or gives back (below 0).
+        sets: sets of host memory that it takes (1) or gives back (-1).
+        order: of the free tasks of a lane that could go, the one with the least goes.
+        queued: it waits for those before it; else it is free, and goes when it can.
+    """
+
+    __slots__ = (
+        "held", "lane", "num_bytes", "order", "postponable", "queued", "ring", "seconds", "sets", "step", "then",
+        "waits_for",
+    )  # fmt: skip
+
+    def __init__(self, lane: str, step: int, seconds: float, num_bytes: float, order: int, queued: bool) -> None:
+        self.lane, self.step, self.seconds, self.num_bytes = lane, step, seconds, num_bytes
+        self.order, self.queued = order, queued
+        self.held, self.postponable = 0.0, False
+        self.waits_for = self.ring = self.sets = 0
+        self.then: list[Task] = []
 
     def after(self, *others: "Task | None") -> "Task":
         """Let it wait for ``others``; itself."""
@@ -186,7 +226,9 @@ class Task:
 
 
 class Graph:
-    """Tasks of ``steps`` steps: ``ordered`` by lane in queues, ``free`` when they can; ``done`` ends each step."""
+    """Tasks of ``steps`` steps, which ``done`` end, and of the forward after them, which begins before: ``ordered`` by
+    lane in queues, ``free`` when they can.
+    """
 
     def __init__(self, plan: LanePlan, rates: Rates, steps: int) -> None:
         self.plan, self.rates = plan, rates
@@ -203,15 +245,19 @@ class Graph:
         self._staying = set(able[: plan.max_staying] if plan.clips and plan.micro_batches == 1 else ())
         self._written = none.copy()  # states of the last step, on the disk
         self._summed = none.copy()
-        self._missing = loads_of(plan, steps)
+        self._missing = loads_of(plan, steps + 1)
         self._uses: list[Task] = []
-        for step in range(steps):
-            self._step = step
+        self.num_steps = steps
+        whole = steps + plan.uses_disk  # states are read ahead
+        for self._step in range(whole):
             for number in range(plan.micro_batches):
-                self._pass(is_last=number == plan.micro_batches - 1)
+                self._backward(*self._forward(), is_last=number == plan.micro_batches - 1)
+        self._step = whole
+        if not plan.uses_disk:
+            self._forward()
 
-    def _pass(self, *, is_last: bool) -> None:
-        """One forward and its backward; after the last of a step's the updates."""
+    def _forward(self) -> tuple[Task | None, list[Task | None]]:
+        """Its last compute, and what stores the groups' inputs."""
         groups = self.plan.groups
         inputs: list[Task | None] = []
         last: Task | None = self._uses[-1] if self._uses else None
@@ -219,14 +265,18 @@ class Graph:
             load = self._load(index)
             late = self._late_update(index, load)
             last = self._compute(group.forward).after(last, load, self._updated[index], late)
-            inputs.append(self._task("down", num_bytes=group.input_bytes).after(last) if group.input_bytes else None)
-        first_gradient, norm = last, self._task("")
+            inputs.append(self._task("down", 0.0, group.input_bytes).after(last) if group.input_bytes else None)
+        return last, inputs
+
+    def _backward(self, last: Task | None, inputs: Sequence[Task | None], *, is_last: bool) -> None:
+        """After the last of a step's micro-batches the updates follow."""
+        groups, first_gradient, norm = self.plan.groups, last, self._task("")
         computed: list[Task] = []
         for index in reversed(range(len(groups))):
             group, load, back = groups[index], self._load(index), None
             if group.input_bytes:
                 ahead = computed[-PREFETCHED] if len(computed) >= PREFETCHED else None
-                back = self._task("up", self._loads, num_bytes=group.input_bytes).after(inputs[index], ahead)
+                back = self._queued("up", self._loads, group.input_bytes).after(inputs[index], ahead)
             updates = is_last and not group.on_host
             update = group.parameters * GPU_UPDATE_BYTES / self.rates.memory if updates else 0.0
             last = self._compute(group.backward + update).after(last, load, back, self._updated[index])
@@ -243,11 +293,11 @@ class Graph:
     def _added_up(self, index: int, backward: Task) -> Task:
         """A gradient is stored, and the CPU adds it to that of earlier micro-batches, if there is one."""
         group, earlier = self.plan.groups[index], self._summed[index]
-        gradient = self._task("down", num_bytes=group.parameters * self.plan.gradient).after(backward)
+        gradient = self._task("down", 0.0, group.parameters * self.plan.gradient).after(backward)
         if earlier is None:
             return gradient
         seconds = group.parameters / (self.rates.cpu_adamw * self.rates.adds_per_update)
-        return self._task("cpu", seconds=seconds, index=index).after(gradient, earlier)
+        return self._task("cpu", seconds, 0.0, self._order(index)).after(gradient, earlier)
 
     def _update(self, index: int, backward: Task, first_gradient: Task | None, norm: Task) -> None:
         plan, group, earlier = self.plan, self.plan.groups[index], self._summed[index]
@@ -264,7 +314,8 @@ class Graph:
             wider = 0.0 if earlier is None else SUMMED_BYTES - plan.gradient
             seconds = group.parameters / self.rates.cpu_adamw * (1 + wider / CPU_UPDATE_BYTES)
             held = group.disk_read / self.rates.disk_read + group.disk_write / self.rates.disk_write
-            update = self._task("cpu", seconds=seconds + held, held=held, index=index, postponable=True)
+            update = self._task("cpu", seconds + held, 0.0, self._order(index, postponable=True))
+            update.held, update.postponable = held, True
             self._stored[index] = update.after(gradient, read, waits_for_norm)
             self._write(index, update, sets=0)
         elif waits:
@@ -273,7 +324,7 @@ class Graph:
         elif not group.resident:
             self._stored[index], self._updated[index] = self._pieces(index, added, (first_gradient, earlier), backward)
         elif earlier is not None:  # what earlier micro-batches left in storage comes up for the update
-            came = self._task("up", self._states, num_bytes=group.parameters * added).after(first_gradient, earlier)
+            came = self._queued("up", self._states, group.parameters * added).after(first_gradient, earlier)
             self._updated[index] = self._task("").after(came, backward)
 
     def _late_update(self, index: int, load: Task | None) -> Task | None:
@@ -290,7 +341,7 @@ class Graph:
             return updated
         brought = plan.gradient if plan.micro_batches == 1 else SUMMED_BYTES
         if group.resident:
-            return self._task("up", self._loads, num_bytes=group.parameters * brought).after(gradient)
+            return self._queued("up", self._loads, group.parameters * brought).after(gradient)
         self._stored[index], updated = self._pieces(index, brought, (gradient,), load)
         return updated
 
@@ -305,28 +356,35 @@ class Graph:
         count = max(1, round(size / min(plan.piece_bytes, plan.ring_bytes)))
         taken = int(min(size / count, plan.ring_bytes))
         stored, updated, read = self._task(""), self._task(""), self._read(index, None, sets=1)
+        arrived = left = may_come = self._task("").after(*before, read)
         for _ in range(count):
-            arrived = self._task("up", self._states, num_bytes=size / count, ring=taken).after(*before, read)
-            left = self._task("down", num_bytes=plan.states_down * parameters / count, ring=-taken)
-            stored.after(left.after(arrived, after))
-            updated.after(arrived, after)
+            arrived = self._queued("up", self._states, size / count).after(may_come)
+            left = self._task("down", 0.0, plan.states_down * parameters / count).after(arrived, after)
+            arrived.ring, left.ring = taken, -taken
+        stored.after(left)  # pieces come and leave one after the other
+        updated.after(arrived, after)
         self._write(index, stored, sets=-1)
         return stored, updated
 
     def _read(self, index: int, before: Task | None, sets: int) -> Task | None:
         """The group's states from the disk: ahead into a set of host memory, or (0) when the worker comes to it."""
-        num_bytes, queue = self.plan.groups[index].disk_read, self._reads if sets else None
+        num_bytes = self.plan.groups[index].disk_read
         if not num_bytes:
             return None
         seconds = num_bytes / self.rates.disk_read
-        task = self._task("disk", queue, seconds=seconds, num_bytes=num_bytes, sets=sets)
+        if sets:
+            task = self._queued("disk", self._reads, num_bytes, seconds)
+            task.sets = sets
+        else:
+            task = self._task("disk", seconds, num_bytes, AFTER_WRITES)
         return task.after(self._written[index], before)
 
     def _write(self, index: int, update: Task, sets: int) -> None:
         group = self.plan.groups[index]
         if group.disk_read or group.disk_write:
             seconds, freed = group.disk_write / self.rates.disk_write, sets if group.disk_read else 0
-            task = self._task("disk", seconds=seconds, num_bytes=group.disk_write, sets=freed, writes=True)
+            task = self._task("disk", seconds, group.disk_write)
+            task.sets = freed
             self._written[index] = task.after(update)
 
     def _load(self, index: int) -> Task | None:
@@ -335,23 +393,33 @@ class Graph:
         if victims is None:
             return None
         group, stored = self.plan.groups[index], self._stored[index]
-        task = self._task("up", self._loads, num_bytes=group.weight_bytes)
-        task.after(stored, *(self._uses[use] for use in victims))
+        task = self._queued("up", self._loads, group.weight_bytes)
+        task.after(stored, self._uses[max(victims)] if victims else None)  # uses end one after the other
         if group.weights_on_disk:
-            read = self._task("disk", seconds=group.weight_bytes / self.rates.disk_read, num_bytes=group.weight_bytes)
+            read = self._task("disk", group.weight_bytes / self.rates.disk_read, group.weight_bytes, AFTER_WRITES)
             task.after(read.after(stored, self._uses[-1] if self._uses else None))
         self._updated[index] = None
         return task
 
     def _compute(self, seconds: float) -> Task:
-        task = self._task("gpu", self._gpu, seconds=seconds)
+        task = self._queued("gpu", self._gpu, 0.0, seconds)
         self._uses.append(task)
         return task
 
-    def _task(self, lane: str, queue: deque[Task] | None = None, **numbers: Any) -> Task:
-        """A new task of this step, the next of ``queue``; None: it goes when it can."""
-        task = Task(lane, self._step, **numbers)
-        (self.free if queue is None else queue).append(task)
+    def _order(self, index: int, *, postponable: bool = False) -> int:
+        """Of the CPU's work: what could be postponed last, earlier steps first, and then the forward's first groups."""
+        return (postponable * (self.num_steps + 1) + self._step) * len(self.plan.groups) + index
+
+    def _task(self, lane: str, seconds: float = 0.0, num_bytes: float = 0.0, order: int = 0) -> Task:
+        """A new task of this step that goes when it can."""
+        task = Task(lane, self._step, seconds, num_bytes, order, False)
+        self.free.append(task)
+        return task
+
+    def _queued(self, lane: str, queue: deque[Task], num_bytes: float, seconds: float = 0.0) -> Task:
+        """A new task of this step, the next of ``queue``."""
+        task = Task(lane, self._step, seconds, num_bytes, 0, True)
+        queue.append(task)
         return task
 
 
@@ -361,19 +429,16 @@ def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
     """
     groups, budget = plan.groups, plan.weight_budget
     order = [*range(len(groups)), *reversed(range(len(groups)))] * steps * plan.micro_batches
-    following: list[list[int]] = [[len(order)] for _ in groups]  # the soonest last
-    for use in reversed(range(len(order))):
-        following[order[use]].append(use)
-    next_use = [uses[-1] for uses in following]
+    a_pass, next_use = 2 * len(groups), [0] * len(groups)
     held: dict[int, int] = {}  # group to its last use
     held_bytes = 0
     found: list[list[int] | None] = []
     gone: list[int] = []
     for use, index in enumerate(order):
-        following[index].pop()
-        next_use[index] = following[index][-1]
+        soonest = a_pass - 1 - index if use % a_pass < len(groups) else a_pass + index
+        next_use[index] = min(use // a_pass * a_pass + soonest, len(order))
         victims: list[int] | None = None
-        if use % (2 * len(groups) * plan.micro_batches) == 0:
+        if use % (a_pass * plan.micro_batches) == 0:
             stale = [each for each in held if groups[each].on_host]
             held_bytes -= sum(groups[each].weight_bytes for each in stale)
             gone += [held.pop(each) for each in stale]
@@ -398,13 +463,16 @@ def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
 
 class Lane:
     """What one lane does, and what it may do next: tasks that are ``ready``, by their order, or else the first of the
-    ``queues`` whose turn has come."""
+    ``queues`` whose turn has come. A direction of the link has the ``other``, and its rates without that and with it.
+    """
 
-    __slots__ = ("name", "queues", "ready", "task")
+    __slots__ = ("name", "other", "queues", "rates", "ready", "task")
 
     def __init__(self, name: str, queues: Sequence[deque[Task]]) -> None:
         self.name, self.queues = name, queues
-        self.ready: list[tuple[tuple[int, ...], int, Task]] = []
+        self.other: Lane | None = None
+        self.rates = 0.0, 0.0
+        self.ready: list[tuple[int, int, Task]] = []
         self.task: Task | None = None
 
 
@@ -412,25 +480,28 @@ class Clock:
     """Runs a graph: every lane takes what is ready, in its order."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph, self._rates, self._now = graph, graph.rates, 0.0
+        self._graph, self._now = graph, 0.0
         self._ring, self._sets = graph.plan.ring_bytes, graph.plan.disk_sets
         self._lanes = {lane: Lane(lane, graph.ordered.get(lane, ())) for lane in LANES}
+        up, down, rates = self._lanes["up"], self._lanes["down"], graph.rates
+        up.other, up.rates = down, (rates.up, rates.up_both)
+        down.other, down.rates = up, (rates.down, rates.down_both)
         self.ends: dict[Task, float] = {}
-        self.busy: list[tuple[str, float, float, float]] = []  # lane, from, to, bytes
-        self._count = itertools.count()
+        self._count = 0
 
-    def run(self) -> None:
-        for task in self._graph.free:
-            if not task.waits_for:
-                self._make_ready(task)
-        events: list[tuple[float, int, Task]] = []
-        lanes, busy, push = list(self._lanes.values()), self.busy, heapq.heappush
-        while True:
+    def run(self) -> tuple[list[float], list[Span]]:
+        """Until the last step has ended: when each has, and what the lanes did."""
+        graph, busy, push, pop = self._graph, list[Span](), heapq.heappush, heapq.heappop
+        last, task, lanes, cpu = graph.done[graph.num_steps - 1], None, list(self._lanes.values()), self._lanes["cpu"]
+        for first in [each for each in graph.free if not each.waits_for]:
+            self._go(first)
+        events: list[tuple[float, int, Task, Lane]] = []
+        while task is not last:
             for lane in lanes:
                 if lane.task is not None:
                     continue
                 if lane.ready:
-                    task = heapq.heappop(lane.ready)[-1]
+                    task = pop(lane.ready)[2]
                 else:
                     for queue in lane.queues:
                         if not queue or (task := queue[0]).waits_for:
@@ -440,20 +511,26 @@ class Clock:
                             break
                     else:
                         continue
-                end = self._now + self._seconds(task)
+                if lane.other is None:
+                    seconds = task.seconds
+                else:
+                    rate = lane.rates[lane.other.task is not None]
+                    if cpu.task is not None and not cpu.task.held:  # held: it waits for a disk
+                        rate *= CPU_SLOWS_LINK
+                    seconds = task.num_bytes / rate
+                end = self._now + seconds
                 if task.ring > 0:
                     self._ring -= task.ring
                 if task.sets > 0:
                     self._sets -= task.sets
                 lane.task = task
                 busy.append((lane.name, self._now, end - task.held, task.num_bytes))
-                push(events, (end, len(busy), task))
-            if not events:
-                break
-            self._now, _, task = heapq.heappop(events)
-            self._lanes[task.lane].task = None
+                push(events, (end, len(busy), task, lane))
+            assert events, "tasks wait for each other"
+            self._now, _, task, lane = pop(events)
+            lane.task = None
             self._finish(task)
-        assert not any(map(any, self._graph.ordered.values())), "tasks wait for each other"
+        return [self.ends[task] for task in graph.done[: graph.num_steps]], busy
 
     def _finish(self, task: Task) -> None:
         self.ends[task] = self._now
@@ -463,27 +540,13 @@ class Clock:
             self._sets -= task.sets
         for other in task.then:
             other.waits_for -= 1
-            if other.waits_for == 0:
-                self._make_ready(other)
+            if not other.waits_for and not other.queued:
+                self._go(other)
 
-    def _make_ready(self, task: Task) -> None:
-        if task.lane == "":
-            self._finish(task)
-        elif task.lane in FREE_LANES and task.sets <= 0:
-            order: tuple[int, ...] = ()
-            if task.lane == "cpu":
-                order = (task.postponable, task.step, task.index)
-            elif task.lane == "disk":
-                order = (not task.writes,)
-            heapq.heappush(self._lanes[task.lane].ready, (order, next(self._count), task))
-
-    def _seconds(self, task: Task) -> float:
-        rates, lanes = self._rates, self._lanes
-        if task.lane == "up":
-            rate = rates.up if lanes["down"].task is None else rates.up_both
-        elif task.lane == "down":
-            rate = rates.down if lanes["up"].task is None else rates.down_both
+    def _go(self, task: Task) -> None:
+        """A free one that waits for nothing any more."""
+        if task.lane:
+            self._count += 1
+            heapq.heappush(self._lanes[task.lane].ready, (task.order, self._count, task))
         else:
-            return task.seconds
-        cpu = lanes["cpu"].task
-        return task.num_bytes / (rate * (1 if cpu is None or cpu.held else CPU_SLOWS_LINK))  # held: it waits for a disk
+            self._finish(task)
