@@ -53,7 +53,7 @@ class HostShare:
 
     def again(self, num_steps: int, micro_batches: int, undo: bool) -> Update | None:
         """After so many steps: another place than now if steps have shown a rate that gives one, else None; simulates
-        then, for a second or a few. The caller says with `moved` that it is so.
+        then, for a part of a second. The caller says with `moved` that it is so.
         """
         before, self._since = self._since, self._updated()
         if before is None:  # of several micro-batches later, as the first steps' seconds are not yet the others'

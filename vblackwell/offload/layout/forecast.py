@@ -25,7 +25,7 @@ from vblackwell.offload.layout.groups import (
     num_elements,
     passing_bytes,
 )
-from vblackwell.offload.layout.lanes import GroupWork, LanePlan, simulate
+from vblackwell.offload.layout.lanes import STEPS, GroupWork, LanePlan, least_seconds, simulate
 from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_groups, place_streamed
 from vblackwell.offload.layout.storage_plan import LevelSpace, StoragePlan
 from vblackwell.trace.trace import Trace, peak_with_gradients
@@ -35,8 +35,12 @@ LOADED = 0.3  # of level 0 for weights, where nothing else says how much: what s
 ALIKE = 1.01  # of steps this close the one with the smaller share: one too large costs more than one too small
 MANY = 16  # micro-batches: with more the CPU is as busy adding up, and a simulation takes longer
 HALVINGS = 6  # of the interval in which a micro-batch's compute is sought
+# Of a simulation to choose by. Some steps take turns, a short one and a long one; those of so many micro-batches take
+# as long as the second to half a percent.
+LONG, LONG_STEPS = 8, 2
 COARSE_PIECES = 6  # of a ring of states: more take longer to simulate and choose the same
 
+Asked = tuple[LanePlan, Rates]
 Update = str | float  # a place, or the share of the parameters that the host updates
 
 
@@ -263,7 +267,9 @@ class FastestUpdates:
     def __init__(self, placed: Mapping[float, StreamedPlacement], link: float, cpu: float, place: Update = 0.0) -> None:
         self.cpu = cpu
         self._placed, self._link, self._place = placed, link, place
-        self._found: dict[tuple[int, bool, float], float] = {}  # no functools.cache, whose circle keeps groups alive
+        # No functools.cache, whose circle keeps groups alive.
+        self._found: dict[tuple[int, bool, float], float] = {}
+        self._lanes: dict[tuple[float, int, bool], LanePlan | None] = {}
 
     def __call__(
         self, micro_batches: int, undo: bool, cpu: float | None = None, shown: tuple[float, float] | None = None
@@ -282,52 +288,82 @@ class FastestUpdates:
         return self._found[asked]
 
     def _better(self, micro_batches: int, undo: bool, cpu: float, share: float, seconds: float) -> float:
-        asked = micro_batches, undo, cpu
-        compute = self._compute(*asked, share, seconds)
-        best, now = self._fastest(*asked, compute), self._nearest(share)
-        return share if self._seconds(now, *asked, compute) <= ALIKE * self._seconds(best, *asked, compute) else best
+        now = min(self._placed, key=lambda each: abs(each - share))
+        compute = self._compute(now, micro_batches, undo, cpu, seconds)
+        asked = micro_batches, undo, cpu, compute
+        best = self._fastest(*asked)
+        return share if self._seconds(now, *asked) <= ALIKE * self._seconds(best, *asked) else best
 
-    def _nearest(self, share: float) -> float:
-        return min(self._placed, key=lambda each: abs(each - share))
-
-    def _compute(self, micro_batches: int, undo: bool, cpu: float, share: float, seconds: float) -> float:
+    def _compute(self, share: float, micro_batches: int, undo: bool, cpu: float, seconds: float) -> float:
         """Seconds of a micro-batch's compute with which a step with this ``share`` takes as long as steps did."""
-        least, most = 0.0, seconds / min(micro_batches, MANY)
+        count = min(micro_batches, MANY)  # as many seconds more one more of a micro-batch's compute costs at most
+        least, most = 0.0, seconds / count
+        shorter, longer = least, most  # up to this one a step is known to be shorter, from that one on longer
         for _ in range(HALVINGS):
             middle = (least + most) / 2
-            longer = self._seconds(self._nearest(share), micro_batches, undo, cpu, middle) >= seconds
-            least, most = (least, middle) if longer else (middle, most)
+            if shorter < middle < longer:
+                more = (self._seconds(share, micro_batches, undo, cpu, middle) - seconds) / count
+                shorter, longer = (shorter, middle - more) if more >= 0 else (middle - more, longer)
+            least, most = (least, middle) if middle >= longer else (middle, most)
         return least
 
-    def _seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
-        """Of a step; without memory for it endless."""
+    def _asked(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> Asked | None:
+        """What a step asks of the lanes, and their rates; None without memory for it."""
+        key = share, min(micro_batches, MANY), undo
+        if key not in self._lanes:
+            try:
+                phases = {"forward": 0.25, "backward": 0.75}  # with checkpoints
+                lanes = _forecast(self._placed[share], phases, 0, *key[1:], host_norms=False).lanes
+                coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
+                self._lanes[key] = replace(lanes, piece_bytes=coarse)
+            except InsufficientMemory:
+                self._lanes[key] = None
+        lanes = self._lanes[key]
+        if lanes is None:
+            return None
         # With an endless disk: where one bounds a step, all shares would seem alike.
         passing = self._link, self._link, self._link, self._link
         rates = Rates(math.inf, math.inf, math.inf, *passing, cpu, disk_read=math.inf, disk_write=math.inf)
-        phases = {"forward": compute / 4, "backward": 3 * compute / 4}  # with checkpoints
-        try:
-            lanes = _forecast(self._placed[share], phases, 0, min(micro_batches, MANY), undo, host_norms=False).lanes
-        except InsufficientMemory:
-            return math.inf
-        coarse = max(lanes.piece_bytes, lanes.ring_bytes // COARSE_PIECES)
-        return simulate(replace(lanes, piece_bytes=coarse), rates).step_seconds
+        groups = (
+            replace(each, forward=compute * each.forward, backward=compute * each.backward) for each in lanes.groups
+        )
+        return replace(lanes, groups=tuple(groups)), rates
+
+    def _seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
+        """Of a step; without memory for it endless."""
+        steps = STEPS if micro_batches < LONG else LONG_STEPS
+        asked = self._asked(share, micro_batches, undo, cpu, compute)
+        return math.inf if asked is None else simulate(*asked, steps).step_seconds
+
+    def _least_seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
+        asked = self._asked(share, micro_batches, undo, cpu, compute)
+        return math.inf if asked is None else least_seconds(*asked)
 
     def _fastest(self, micro_batches: int, undo: bool, cpu: float, compute: float = 0.0) -> float:
-        """Of every fourth share and all on the host, and of those near the best of these."""
+        """Of every fourth share and all on the host, and of those near the best of these. What takes longer than
+        another in any case is not simulated.
+        """
+        asked = micro_batches, undo, cpu, compute
+        seconds = functools.cache(lambda share: self._seconds(share, *asked))
+        least = functools.cache(lambda share: self._least_seconds(share, *asked))
 
-        @functools.cache
-        def seconds(share: float) -> float:
-            return self._seconds(share, micro_batches, undo, cpu, compute)
+        def best_of(some: Sequence[float]) -> float:
+            best = min(some, key=least)
+            for share in sorted(some, key=least):
+                if least(share) > seconds(best):
+                    break
+                best = min(best, share, key=lambda each: (seconds(each), each))
+            return best
 
         shares = list(self._placed)
         some = [*shares[::4], shares[-1]]
-        best = min(some, key=seconds)
+        best = best_of(some)
         near = shares.index(best)
         tried = sorted({*some, *shares[max(0, near - 2) : near + 3]}) if seconds(best) < math.inf else shares
-        least = min(map(seconds, tried))
-        if least == math.inf and undo:
+        enough = ALIKE * seconds(best_of(tried))
+        if enough == math.inf and undo:
             return self._fastest(micro_batches, False, cpu, compute)
-        return next(each for each in tried if seconds(each) <= ALIKE * least)
+        return next(each for each in tried if least(each) <= enough and seconds(each) <= enough)
 
 
 def fastest_updates(
