@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from tests.planner.test_memory_estimate import trace_of
+from vblackwell.errors import Unsupported
 from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.trace.cuda_on_meta import cuda_on_meta
@@ -202,6 +203,25 @@ def test_other_threads_go_on_as_ever():
     for one, another in zip(found, asked, strict=True):
         assert torch.equal(one, another) if isinstance(one, torch.Tensor) else one == another
     assert beside == trace()
+
+
+def test_no_kernel_of_triton_is_launched():
+    """It would read the address 0 of a GPU, after which the process can use that no more."""
+    triton = pytest.importorskip("triton")
+
+    class Launching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _kernel[(1,)](x)
+            return super().forward(x)
+
+    _kernel, run = triton.JITFunction(_nothing), triton.JITFunction.run
+    with pytest.raises(Unsupported, match="the Triton kernel _nothing needs bytes"):
+        trace_training(Launching(8, 8), lambda: torch.zeros(4, 8, device="cuda"), lambda model, x: model(x).sum(), None)
+    assert triton.JITFunction.run is run
+
+
+def _nothing(pointer):
+    pass
 
 
 @pytest.mark.gpu

@@ -271,6 +271,11 @@ def _saved(tensor: Tensor) -> dict[str, Any]:
         return checkpoint._default_meta_extractor(tensor)
 
 
+def _refuse_launch(kernel: Any, *args: Any, **options: Any) -> Any:
+    """A tensor without bytes has the address 0: a GPU that is there would read it, and be lost to the process."""
+    raise Unsupported(f"the Triton kernel {getattr(kernel, '__name__', kernel)} needs bytes, so it cannot be traced")
+
+
 # Private names of torch that a trace stands on; there and with the same meaning in the versions that were tried.
 PRIVATE_NAMES = (
     (torch._C, "DisableTorchFunction"), (torch._C, "_storage_Use_Count"), (Tensor, "_use_count"),
@@ -324,7 +329,9 @@ def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int
                 args, kwargs = mode.cast(_SDPA, args, kwargs)
             return attention(*args, **kwargs)
 
+        kernels = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
         answers: list[tuple[Any, str, Any]] = [
+            *(((kernels, "run", _refuse_launch),) if kernels is not None else ()),
             (torch.autograd, "_engine_run_backward", run_engine),
             (functional, "scaled_dot_product_attention", attend),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
