@@ -9,10 +9,12 @@ import gc
 import os
 import threading
 import weakref
+from collections import defaultdict
 
 import psutil
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -22,10 +24,12 @@ from tests.offload.models import CASES, build
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
 from vblackwell.nn.convert.training import checkpoint_layers
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, model_plan, offload_of, release
 from vblackwell.offload.batch_check import BatchCheck
+from vblackwell.offload.parameters import SiteHook
 from vblackwell.planner.forecast import ANY_RATES, Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.placement import Bounds, Choice
@@ -266,7 +270,8 @@ def test_a_batch_is_refused_before_its_forward(kind: str, accelerate: bool, make
     for cap in (None, TOO_SMALL):
         model = capped_model(make_stack, monkeypatch, kind, cap, accelerate=accelerate)
         optimizer, reached = vb.VGPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5), list[torch.nn.Module]()
-        next(model.children()).register_forward_pre_hook(lambda module, _, reached=reached: reached.append(module))
+        noted = SiteHook(lambda module, _, reached=reached: reached.append(module))
+        next(model.children()).register_forward_pre_hook(noted)
         if cap is not None:
             state = torch.get_rng_state()
             for _ in range(2):
@@ -360,3 +365,129 @@ def test_nothing_is_refused_that_nobody_caps_or_knows(make_stack: MakeStack, mon
     own(torch.ones(2, 8)).sum().backward()
     monkeypatch.undo()
     assert BatchCheck.of(build(DECODER), torch.device("cpu"), None) is None
+
+
+@pytest.fixture
+def needs(monkeypatch) -> list[tuple[int, int]]:
+    """What each trace says of a batch, as long as nothing is refused."""
+    found, needed = list[tuple[int, int]](), BatchCheck._needed
+
+    def noted(self, *args):
+        found.append(needed(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(BatchCheck, "_needed", noted)
+    return found
+
+
+def test_a_frozen_model_is_called_as_ever(make_stack: MakeStack, monkeypatch, needs):
+    model = capped_model(make_stack, monkeypatch, cap=1)
+    model.requires_grad_(False)
+    assert loss_of(model, rows(4)).isfinite() and not needs
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_no_code_of_a_user_runs_in_a_trace(make_stack: MakeStack, monkeypatch, needs):
+    """What it does besides computing would be done twice, with tensors that have no values, and it may take less."""
+    model, called = capped_model(make_stack, monkeypatch, cap=1), list[object]()
+    original = model.loss_function
+
+    def own(logits, *args, **kwargs):
+        called.append(logits.device)
+        return original(logits, *args, **kwargs)
+
+    model.loss_function = own
+    loss_of(model, rows(4))
+    assert called == [torch.device("cpu")]
+    del vars(model)["_loss_function"]
+    with model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],)):
+        model(input_ids=rows(4), use_cache=False)
+    with model.register_forward_pre_hook(lambda module, args, given: (args, {"input_ids": rows(1)}), with_kwargs=True):
+        model(input_ids=rows(4), use_cache=False)
+    head, model.lm_head.__class__ = type(model.lm_head), Scaled
+    loss_of(model, rows(4))
+    model.lm_head.__class__ = head
+    with Watching():
+        loss_of(model, rows(4))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        loss_of(model, rows(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "forward", lambda self, input_ids, **_: self.model(input_ids=input_ids))
+        model(input_ids=rows(4))
+    assert not needs
+    with pytest.raises(InsufficientMemory):
+        loss_of(model, rows(4))
+
+
+class OddTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("odd", ["lock", "itself", "subclass", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_cannot_be_copied_is_not_checked(odd: str, make_stack: MakeStack, monkeypatch, needs):
+    monkeypatch.setattr("vblackwell.offload.batch_check.process_cap", lambda device: 1)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).train()
+    if odd == "lock":
+        model.notes = defaultdict(threading.Lock, {"a": threading.Lock()})
+    elif odd == "itself":
+        model.notes = []
+        model.notes.append(model.notes)
+    elif odd == "subclass":
+        model.lm_head.register_buffer("notes", torch.ones(3).as_subclass(OddTensor), persistent=False)
+    else:
+        model.notes = torch.eye(4).to_sparse_csr()
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed")
+    assert loss_of(model, rows(4)).isfinite() and not needs
+
+
+def test_nothing_is_said_of_a_forward_that_may_take_less(make_stack: MakeStack, monkeypatch, needs):
+    """Than tokens and labels alone do."""
+    model, tokens = capped_model(make_stack, monkeypatch, cap=1), rows(4)
+    model(input_ids=tokens, logits_to_keep=1)
+    model(tokens, None, None, None, None, tokens)
+    model(inputs_embeds=torch.ones(2, 8, 32))
+    loss_with = {"attention_mask": torch.ones_like(tokens), "labels": tokens}
+    model(input_ids=tokens, **loss_with)  # whose queries are grouped, in fp32
+    assert not needs
+    vb.release(model)
+    model = capped_model(make_stack, monkeypatch, "opt", cap=1)
+    with pytest.raises(InsufficientMemory):
+        model(input_ids=tokens, **loss_with)
+    assert needs
+
+
+def test_the_cap_is_that_of_the_forward(make_stack: MakeStack, monkeypatch):
+    """Stacks that are opened later add theirs, and one that is closed caps nothing."""
+    model = capped_model(make_stack, monkeypatch)
+    with pytest.raises(InsufficientMemory):
+        loss_of(model, rows(64))
+    for cap in (1 << 40, None):
+        monkeypatch.setattr("vblackwell.offload.batch_check.process_cap", lambda device, cap=cap: cap)
+        loss_of(model, rows(64))
+        loss_of(model, rows(65))
+
+
+def test_a_loss_in_chunks_takes_what_its_chunks_do(make_stack: MakeStack, monkeypatch, needs):
+    """As the model computes it now: by chunks of a stated size, or otherwise again."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"](num_hidden_layers=6, vocab_size=20000)).train()
+    monkeypatch.setattr("vblackwell.offload.batch_check.process_cap", lambda device: 1 << 40)
+    enable_vgpu_stack_optimization(model, make_stack(8 << 20, 64 << 20), placement="streamed")
+    steps = []
+    for size, how in enumerate(({"loss": False}, {"chunk_tokens": 16}, {"chunk_tokens": 1024})):
+        accelerate_causal_lm(model, **how)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(model, rows(16 + size))
+        restore_causal_lm(model)
+        steps.append(needs.pop()[1])
+    assert steps[0] > steps[2] > 2 * steps[1]

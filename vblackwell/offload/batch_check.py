@@ -2,14 +2,14 @@
 
 A model in a stack meets a batch first in its forward. Then the step is traced without bytes, as for a plan, on a twin
 of the model on meta: a tenth of a second, once for each batch that is larger than those before. What somebody watches
-or changes (dispatch modes, hooks on all modules or on what is saved, another forward) is not traced, nor what cannot
-be: of those batches nothing is said.
+or changes (modes, hooks, a forward, loss or part of their own, arguments with which a step may take less) is not
+traced, nor what cannot be: of those batches nothing is said.
 """
 
 import bisect
 import copy
 from collections import OrderedDict
-from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.device import process_cap
-from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, has_fused_loss, is_accelerated, is_causal_lm
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, how_accelerated, is_causal_lm, restore_causal_lm
 from vblackwell.nn.convert.fused_modules import plain_class
 from vblackwell.nn.decoder.checkpoint import top_hooks
 from vblackwell.nn.decoder.decoder import Decoder
@@ -34,30 +34,61 @@ from vblackwell.units import format_bytes
 # Of what is expected a step was seen to take 0.91 at least (docs/journal/offload.md): what is refused cannot run, and
 # what may take a little more than the cap is left to torch's own error.
 SURELY = 0.9
+_KNOWN = "torch.nn.", "transformers.", "peft.", "vblackwell."
+# With which a step takes no less than with tokens and labels alone.
+_ARGUMENTS = {
+    "input_ids", "labels", "attention_mask", "position_ids", "use_cache", "return_dict", "num_items_in_batch",
+    "shift_labels", "ignore_index", "output_hidden_states", "output_attentions", "output_router_logits",
+    "input_ids_BS", "targets_BS", "positions_BS", "starts",
+}  # fmt: skip
+_MASKS = {"attention_mask", "position_ids"}
 _RECOMPUTING = "gradient_checkpointing", "_gradient_checkpointing_func"  # where transformers and our decoder say it
 
 
-class BatchCheck:
-    """Knows ``model`` as it was before it came into a stack on ``device``, of which the process may take ``cap`` bytes;
-    ``compute_dtype`` as of `enable_vgpu_stack_optimization`."""
+@dataclass(frozen=True)
+class Batch:
+    """``size`` sequences of ``length`` tokens; ``with_loss``: the model computes it. ``masked``: somebody says what
+    each token may attend to."""
 
-    def __init__(self, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None, cap: int) -> None:
-        self._cap, self._gpu = cap, dict[str, Any]()
+    size: int
+    length: int
+    with_loss: bool
+    masked: bool
+
+    def is_within(self, other: "Batch") -> bool:
+        same = self.with_loss == other.with_loss and self.masked == other.masked
+        return same and self.size <= other.size and self.length <= other.length
+
+
+class BatchCheck:
+    """Knows ``model`` as it was before it came into a stack on ``device``; ``compute_dtype`` as of
+    `enable_vgpu_stack_optimization`."""
+
+    def __init__(self, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> None:
+        self._device, self._gpu = device, dict[str, Any]()
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             self._gpu = {"capability": (found.major, found.minor), "num_sms": found.multi_processor_count}
         self._twin = _twin_of(model)
         if compute_dtype is not None:
             self._twin.to(compute_dtype)
-        self._fit: set[tuple[int, int, bool]] = set()  # sequences, tokens in each, whether the model computes the loss
+        self._fit: set[Batch] = set()
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> "BatchCheck | None":
         """None where nothing caps the process, or the model is neither a `Decoder` nor one of transformers' own causal
-        models, whose step is known."""
-        cap, known = process_cap(device), isinstance(model, Decoder)
+        models, whose step is known, or cannot be copied."""
+        known = isinstance(model, Decoder)
         known = known or (is_causal_lm(model) and type(model).__module__.startswith("transformers.models."))
-        return cls(model, device, compute_dtype, cap) if cap is not None and known else None
+        if process_cap(device) is None or not known or not _is_known(model):
+            return None
+        tensors = *model.parameters(), *model.buffers()
+        if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):  # what they hold may be real bytes
+            return None
+        try:
+            return cls(model, device, compute_dtype)
+        except Exception:  # somebody's attribute of a module, such as a lock, may refuse to be copied
+            return None
 
     def watch(self, model: nn.Module, engine: Any) -> Any:
         """Refuse batches of ``model``, which ``engine`` holds now, until the handle that this returns is removed. Its
@@ -68,22 +99,25 @@ class BatchCheck:
     def _before_forward(self, engine: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
             return
-        tokens = kwargs.get("input_ids", kwargs.get("input_ids_BS", args[0] if args else None))
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel() or is_transformed():
+        batch, cap = None if is_transformed() else _batch_of(model, args, kwargs), process_cap(self._device)
+        if batch is None or cap is None or any(batch.is_within(each) for each in self._fit):
             return
-        with_loss = len(args) > 1 if isinstance(model, Decoder) else False
-        with_loss = with_loss or any(kwargs.get(name) is not None for name in ("labels", "targets_BS"))
-        size, length = tokens.shape
-        if any(size <= most and length <= longest and with_loss == of for most, longest, of in self._fit):
+        modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+        seen = modes or torch.is_anomaly_enabled() or every_module._has_any_global_hook()
+        if seen or top_hooks(True) is not None or not _is_known(model):
             return
-        seen = torch._C._len_torch_dispatch_stack() > 0 or every_module._has_any_global_hook()
-        if seen or top_hooks(True) is not None or not self._alike(model):
-            return
-        with suppress(Unsupported):
-            held, step = self._needed(engine, model, size, length, with_loss)
-            if int((held + step) * SURELY) > self._cap:
-                raise self._refusal(engine, model, size, length, with_loss)
-        self._fit.add((size, length, with_loss))
+        refusal = None
+        try:
+            if not self._alike(model) or (batch.masked and self._is_less_with_mask()):
+                return
+            held, step = self._needed(engine, model, batch, cap)
+            if int((held + step) * SURELY) > cap:
+                refusal = self._refusal(engine, model, batch, cap)
+        except Exception:  # whatever a stranger's model raises in a trace, it may train all the same
+            refusal = None
+        if refusal is not None:
+            raise refusal
+        self._fit.add(batch)
 
     def _alike(self, model: nn.Module) -> bool:
         """Let the twin train and recompute as ``model`` does now; False where it is no longer its like."""
@@ -91,25 +125,37 @@ class BatchCheck:
         parameters, twin_parameters = list(model.parameters()), list(self._twin.parameters())
         if list(modules) != list(twins) or len(parameters) != len(twin_parameters):
             return False
-        if any("forward" in vars(module) for module in modules.values()):  # somebody's own
+        if not any(each.requires_grad for each in parameters):
             return False
         for module, twin in zip(modules.values(), twins.values(), strict=True):
+            if not issubclass(plain_class(module), plain_class(twin)):
+                return False
             twin.training = module.training
             for name in _RECOMPUTING:
                 vars(twin).pop(name, None)
                 vars(twin).update({name: vars(module)[name]} if name in vars(module) else {})
         for parameter, twin in zip(parameters, twin_parameters, strict=True):
             twin.requires_grad_(parameter.requires_grad)
-        if is_accelerated(model) and not is_accelerated(self._twin):
-            accelerate_causal_lm(self._twin, loss="training" if has_fused_loss(model) else False)
-        return True
+        how = how_accelerated(model)
+        if how != how_accelerated(self._twin):
+            restore_causal_lm(self._twin)
+            with torch.autocast("cpu", enabled=False):  # where it tries what it replaces
+                _ = how is None or accelerate_causal_lm(self._twin, **how)
+        return how == how_accelerated(self._twin)
 
-    def _needed(self, engine: Any, model: nn.Module, size: int, length: int, with_loss: bool) -> tuple[int, int]:
+    def _is_less_with_mask(self) -> bool:
+        """In fp32 torch writes attention of grouped queries out, scores and all, but for that with a mask, for which
+        transformers repeats keys and values."""
+        grouped = any(getattr(each, "num_key_value_groups", 1) > 1 for each in self._twin.modules())
+        in_fp32 = any(each.dtype == torch.float32 for each in self._twin.parameters())
+        return grouped and in_fp32 and not torch.is_autocast_enabled("cuda")
+
+    def _needed(self, engine: Any, model: nn.Module, batch: Batch, cap: int) -> tuple[int, int]:
         """Bytes of the GPU that the model itself takes, and what a step adds."""
         vocab_size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), 2)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        loss = partial(_loss, with_loss=with_loss)
-        make_batch = language_batch(vocab_size, size, length)
+        loss = partial(_loss, with_loss=batch.with_loss)
+        make_batch = language_batch(vocab_size, batch.size, batch.length)
         with torch.random.fork_rng(devices=[]):
             trace = trace_training(self._twin, make_batch, loss, None, autocast=autocast, steps=1, **self._gpu)
         if isinstance(engine, Resident):
@@ -118,27 +164,60 @@ class BatchCheck:
             return held, peak_with_gradients(trace, 4 / min(4, width))
         inputs = 0
         if engine.activations is not None and any(getattr(each, _RECOMPUTING[0], False) for each in model.modules()):
-            inputs = checkpoint_bytes(self._twin, size * length)
+            inputs = checkpoint_bytes(self._twin, batch.size * batch.length)
         held = min(level0_bytes(engine.step_control.found), engine.stack.levels[0].capacity_bytes)
-        return held, step_bytes(trace, engine.groups, inputs, self._cap)
+        return held, step_bytes(trace, engine.groups, inputs, cap)
 
-    def _refusal(self, engine: Any, model: nn.Module, size: int, length: int, with_loss: bool) -> InsufficientMemory:
+    def _refusal(self, engine: Any, model: nn.Module, batch: Batch, cap: int) -> InsufficientMemory:
         def is_too_large(fewer: int) -> bool:
-            return sum(self._needed(engine, model, fewer, length, with_loss)) > self._cap
+            return sum(self._needed(engine, model, replace(batch, size=fewer), cap)) > cap
 
-        held, step = self._needed(engine, model, size, length, with_loss)
-        most = bisect.bisect_left(range(1, size), True, key=is_too_large)
+        held, step = self._needed(engine, model, batch, cap)
+        most = bisect.bisect_left(range(1, batch.size), True, key=is_too_large)
         remedies = [f"give at most {most} at a time" if most else "shorten them, since one is too long"]
         if not any(getattr(each, _RECOMPUTING[0], False) for each in model.modules()):
             remedies.append("recompute layers in backward (gradient checkpointing)")
         remedies.append("raise fast_memory")
         return InsufficientMemory(
-            f"{size} sequences of {length} tokens are too many: a step of them takes about {format_bytes(held + step)} "
-            f"of the GPU ({format_bytes(step)} for activations, logits and workspace, {format_bytes(held)} for weights "
-            f"and states), and fast_memory caps this process at {format_bytes(self._cap)}: {', or '.join(remedies)}",
+            f"{batch.size} sequences of {batch.length} tokens are too many: a step of them takes about "
+            f"{format_bytes(held + step)} of the GPU ({format_bytes(step)} for activations, logits and workspace, "
+            f"{format_bytes(held)} for weights and states), and fast_memory caps this process at {format_bytes(cap)}: "
+            f"{', or '.join(remedies)}",
             needed_bytes=held + step,
-            available_bytes=self._cap,
+            available_bytes=cap,
         )
+
+
+def _batch_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
+    """What a forward was given; None where a step may take less than it does with nothing but tokens and labels."""
+    names = ("input_ids_BS", "targets_BS", "positions_BS", "starts") if isinstance(model, Decoder) else ("input_ids",)
+    given = {
+        name: each for name, each in {**dict(zip(names, args, strict=False)), **kwargs}.items() if each is not None
+    }
+    tokens = given.get("input_ids", given.get("input_ids_BS"))
+    if len(args) > len(names) or not given.keys() <= _ARGUMENTS or not isinstance(tokens, Tensor):
+        return None
+    if tokens.dim() != 2 or not tokens.numel():
+        return None
+    size, length = tokens.shape
+    with_loss, masked = (bool(given.keys() & names) for names in ({"labels", "targets_BS"}, _MASKS))
+    return Batch(size, length, with_loss, masked)
+
+
+def _is_known(model: nn.Module) -> bool:
+    """Whether no code but torch's, transformers', peft's and ours runs in a forward of ``model``: a trace would call
+    it, and what it does besides computing is its own."""
+    for module in model.modules():
+        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+        if "forward" in vars(module) or not all(map(_is_of_known, (plain_class(module), plain_class(module).forward))):
+            return False
+        if not all(map(_is_of_known, hooks)):
+            return False
+    return _is_of_known(vars(model).get("_loss_function", _is_known))
+
+
+def _is_of_known(code: Any) -> bool:
+    return str(getattr(code, "__module__", "")).startswith(_KNOWN)
 
 
 def _twin_of(model: nn.Module) -> nn.Module:

@@ -193,6 +193,16 @@ def has_fused_loss(model: nn.Module) -> bool:
     return model in _done and _done[model][1] is not None
 
 
+def how_accelerated(model: nn.Module) -> dict[str, Any] | None:
+    """How `accelerate_causal_lm` was told to compute this very model's loss: its arguments; None where it was not
+    called."""
+    fused = _done[model][1] if model in _done else None
+    loss = None if fused is None else fused()
+    if loss is None:
+        return {"loss": False} if model in _done else None
+    return {"loss": "training" if loss._only_training else True, "chunk_tokens": loss._chunk_tokens}
+
+
 def restore_causal_lm(model: nn.Module) -> nn.Module:
     """Undo `accelerate_causal_lm`, if it was called; returns the model."""
     swapped, loss = _done.pop(model, ([], None))
