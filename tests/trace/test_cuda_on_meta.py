@@ -205,6 +205,32 @@ def test_other_threads_go_on_as_ever():
     assert beside == trace()
 
 
+def test_random_numbers_of_other_threads_are_not_drawn_again():
+    """Nor does a trace draw any: a model that does on the CPU leaves the generator as it was."""
+    inside, done, drawn = threading.Event(), threading.Event(), list[float]()
+
+    def other() -> None:
+        inside.wait(240)
+        drawn.extend(torch.rand(4).tolist())
+        done.set()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand([]) < 2 and torch.empty(3).uniform_().numel():  # as layers that are dropped at random do
+            inside.set()
+            assert done.wait(240)
+        return model(nn.functional.dropout(x, 0.5)).sum()
+
+    linear = nn.Linear(8, 8)
+    torch.manual_seed(5)
+    expected = [*torch.rand(4).tolist(), *torch.rand(4).tolist()]
+    torch.manual_seed(5)
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    trace_training(linear, lambda: torch.zeros(4, 8, device="cuda"), loss, None)
+    thread.join(240)
+    assert drawn + torch.rand(4).tolist() == expected
+
+
 def test_no_kernel_of_triton_is_launched():
     """It would read the address 0 of a GPU, after which the process can use that no more."""
     triton = pytest.importorskip("triton")

@@ -156,8 +156,7 @@ class BatchCheck:
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         loss = partial(_loss, with_loss=batch.with_loss)
         make_batch = language_batch(vocab_size, batch.size, batch.length)
-        with torch.random.fork_rng(devices=[]):
-            trace = trace_training(self._twin, make_batch, loss, None, autocast=autocast, steps=1, **self._gpu)
+        trace = trace_training(self._twin, make_batch, loss, None, autocast=autocast, steps=1, **self._gpu)
         if isinstance(engine, Resident):
             held = sum(row[0] for row in engine.storage.plan.bytes_by_level().values())
             width = min((each.element_size() for each in self._twin.parameters() if each.requires_grad), default=4)

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -32,6 +32,12 @@ _SOFTMAX = {
     functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True,
 }  # fmt: skip
 _DROPOUT = (functional.dropout, torch.dropout)
+_DRAWS = {
+    *(getattr(torch, name) for name in ["rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal"]),
+    *(getattr(torch, f"{name}_like") for name in ["rand", "randn", "randint"]),
+    *(getattr(Tensor, name) for name in ["bernoulli", "multinomial"]),
+    *(getattr(Tensor, f"{name}_") for name in ["bernoulli", "normal", "random", "uniform", "exponential"]),
+}
 _DEVICES = (torch.device, str)
 _TYPES = frozenset((Tensor, torch.nn.Parameter))
 # Of two that leave in another order than they came, one's patches would stay for good.
@@ -96,7 +102,9 @@ class CudaOnMeta(TorchFunctionMode):
             if kind not in _TYPES:  # a subclass's own rule, which may look at devices again
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
-        return func(*args, **kwargs)
+        # Restored at once: other threads may draw while a trace goes on, and would draw the same again.
+        with torch.random.fork_rng(devices=[]) if func in _DRAWS else nullcontext():
+            return func(*args, **kwargs)
 
     def cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if func is _SDPA or func in _LOWER:
