@@ -14,6 +14,7 @@ from collections import defaultdict
 import psutil
 import pytest
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -465,6 +466,14 @@ def test_nothing_is_said_of_a_forward_that_may_take_less(make_stack: MakeStack, 
     with pytest.raises(InsufficientMemory):
         model(input_ids=tokens, **loss_with)
     assert needs
+
+
+def test_loops_that_look_for_a_batch_that_fits_find_one(make_stack: MakeStack, monkeypatch):
+    """As transformers' auto_find_batch_size, and whatever catches torch's own error."""
+    model = capped_model(make_stack, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        loss_of(model, rows(64))
+    assert should_reduce_batch_size(refused.value)
 
 
 def test_the_cap_is_that_of_the_forward(make_stack: MakeStack, monkeypatch):

@@ -60,6 +60,10 @@ class Batch:
         return same and self.size <= other.size and self.length <= other.length
 
 
+class BatchTooLarge(InsufficientMemory, torch.OutOfMemoryError):
+    """Also torch's error, which it comes before: loops that try a smaller batch then wait for that."""
+
+
 class BatchCheck:
     """Knows ``model`` as it was before it came into a stack on ``device``; ``compute_dtype`` as of
     `enable_vgpu_stack_optimization`."""
@@ -92,7 +96,7 @@ class BatchCheck:
 
     def watch(self, model: nn.Module, engine: Any) -> Any:
         """Refuse batches of ``model``, which ``engine`` holds now, until the handle that this returns is removed. Its
-        forward raises InsufficientMemory then, and nothing has changed."""
+        forward raises BatchTooLarge then, and nothing has changed."""
         hook = BeforeForward(partial(self._before_forward, engine))
         return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -167,7 +171,7 @@ class BatchCheck:
         held = min(level0_bytes(engine.step_control.found), engine.stack.levels[0].capacity_bytes)
         return held, step_bytes(trace, engine.groups, inputs, cap)
 
-    def _refusal(self, engine: Any, model: nn.Module, batch: Batch, cap: int) -> InsufficientMemory:
+    def _refusal(self, engine: Any, model: nn.Module, batch: Batch, cap: int) -> BatchTooLarge:
         def is_too_large(fewer: int) -> bool:
             return sum(self._needed(engine, model, replace(batch, size=fewer), cap)) > cap
 
@@ -177,11 +181,11 @@ class BatchCheck:
         if not any(getattr(each, _RECOMPUTING[0], False) for each in model.modules()):
             remedies.append("recompute layers in backward (gradient checkpointing)")
         remedies.append("raise fast_memory")
-        return InsufficientMemory(
-            f"{batch.size} sequences of {batch.length} tokens are too many: a step of them takes about "
-            f"{format_bytes(held + step)} of the GPU ({format_bytes(step)} for activations, logits and workspace, "
-            f"{format_bytes(held)} for weights and states), and fast_memory caps this process at {format_bytes(cap)}: "
-            f"{', or '.join(remedies)}",
+        return BatchTooLarge(
+            f"{batch.size} sequences of {batch.length} tokens are too many and would run out of memory. A step takes "
+            f"about {format_bytes(held + step)} of the GPU ({format_bytes(step)} for activations, logits and "
+            f"workspace, {format_bytes(held)} for weights and states), and fast_memory caps this process at "
+            f"{format_bytes(cap)}: {', or '.join(remedies)}",
             needed_bytes=held + step,
             available_bytes=cap,
         )
