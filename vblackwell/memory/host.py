@@ -28,8 +28,8 @@ from vblackwell.memory.level import Extent, Level, RangeAllocator
 from vblackwell.units import GiB, KiB, MiB, align_up, format_bytes
 
 HUGE_PAGE = 2 * MiB
-_FAULT_THREADS = 8
-_FAULT_BYTES = 64 * MiB  # few pieces: each waits for the interpreter's lock; few elements, so torch starts no threads
+_FAULT_THREADS = 16
+_FAULT_BYTES = 64 * MiB  # at most, of one piece: few pages, so torch starts no threads
 
 
 class _Mapping(mmap.mmap):
@@ -48,11 +48,12 @@ def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> t
     on ``numa_node`` (by first touch), are registered with CUDA (``pin``; where the system refuses, it stays pageable),
     and live as long as any tensor that views them. Raises InsufficientMemory."""
     slab, bring_pages = _map(size, numa_node, pin)
-    bring_pages()
+    with _FaultThreads(numa_node) as threads:
+        bring_pages(threads)
     return slab
 
 
-def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, Callable[[], None]]:
+def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, "BringPages"]:
     """As `map_slab`, but for the pages: a function, to be called once, that brings them and keeps them alive."""
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0
@@ -70,8 +71,8 @@ def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, Cal
     # Of the caller: the thread that registers must not start CUDA on another device.
     device = torch.cuda.current_device() if pin and torch.cuda.is_initialized() else -1  # as it is
 
-    def bring_pages() -> None:
-        _fault_in(slab, numa_node)
+    def bring_pages(threads: _FaultThreads) -> None:
+        threads.fault_in(slab)
         if pin:
             with torch.cuda.device(device):
                 _register(mapping, slab.data_ptr(), size)
@@ -79,18 +80,38 @@ def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, Cal
     return slab, bring_pages
 
 
-def _fault_in(slab: torch.Tensor, numa_node: int | None) -> None:
-    """Touch every page, from several threads, on the node's cores where there is more than one node.
+class _FaultThreads:
+    """Touch every page of slabs, on the cores of ``numa_node`` where there is more than one node; ended as a context.
 
     By writes, which take one page at a time: MADV_POPULATE_WRITE holds the map of all of the process's memory until it
     is done, and whatever else allocates meanwhile waits (milliseconds to seconds, measured).
     """
-    cpus = numa_node_cpus(numa_node) if numa_node is not None and numa_node_count() > 1 else set()
-    cpus &= os.sched_getaffinity(0)
-    count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-len(slab) // _FAULT_BYTES))
-    on_node = functools.partial(os.sched_setaffinity, 0, cpus) if cpus else None  # of the calling thread only
-    with ThreadPoolExecutor(count, "vblackwell-fault", initializer=on_node) as pool:
-        list(pool.map(_touch, slab.split(_FAULT_BYTES)))
+
+    def __init__(self, numa_node: int | None) -> None:
+        cpus = numa_node_cpus(numa_node) if numa_node is not None and numa_node_count() > 1 else set()
+        cpus &= os.sched_getaffinity(0)
+        self._count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)))
+        self._on_node = functools.partial(os.sched_setaffinity, 0, cpus) if cpus else None  # of the calling thread only
+        self._pool = ThreadPoolExecutor(self._count, "vblackwell-fault", initializer=self._on_node)
+
+    def fault_in(self, slab: torch.Tensor) -> None:
+        """By all threads alike, as each part waits for the interpreter's lock; a small slab by the caller."""
+        rounds = -(-len(slab) // (self._count * _FAULT_BYTES))
+        part = align_up(-(-len(slab) // (rounds * self._count)), HUGE_PAGE)
+        parts = slab.split(part)
+        if len(parts) == 1 and self._on_node is None:
+            _touch(slab)
+        else:
+            list(self._pool.map(_touch, parts))
+
+    def __enter__(self) -> "_FaultThreads":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+
+BringPages = Callable[[_FaultThreads], None]
 
 
 def _touch(pages: torch.Tensor) -> None:
@@ -124,15 +145,17 @@ def _spare_captures() -> None:
 
 
 class PageThread:
-    """Brings the pages of slabs in one thread, in the order in which they were submitted, unless one is waited for."""
+    """Brings the pages of slabs on ``numa_node``, one after the other in the order in which they were submitted, unless
+    one is waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, numa_node: int | None = None) -> None:
+        self.faults = _FaultThreads(numa_node)
         self._thread = ThreadPoolExecutor(1, "vblackwell-pages", initializer=_spare_captures)
         self._lock = threading.Lock()
-        self._waiting = OrderedDict[Future[None], Callable[[], None]]()
+        self._waiting = OrderedDict[Future[None], BringPages]()
         self._busy = False
 
-    def submit(self, bring_pages: Callable[[], None]) -> Future[None]:
+    def submit(self, bring_pages: BringPages) -> Future[None]:
         """The end of ``bring_pages``, which raises what that did."""
         future = Future[None]()
         with self._lock:
@@ -161,6 +184,7 @@ class PageThread:
             while self._waiting:
                 self._waiting.popitem()[0].cancel()
         self._thread.shutdown()
+        self.faults.__exit__()
 
     def _start_next(self) -> None:
         """Give the thread one slab, if it has none: where Python ends, it waits for that one, not for all."""
@@ -178,7 +202,7 @@ class PageThread:
             future, bring_pages = self._waiting.popitem(last=False) if self._waiting else (None, None)
         if future is not None and bring_pages is not None:
             try:
-                bring_pages()
+                bring_pages(self.faults)
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
@@ -224,7 +248,7 @@ class HostLevel(Level):
         self._numa_node = numa_node
         self._slabs: list[_Slab] = []
         self._next_slab_bytes = FIRST_SLAB_BYTES
-        self._page_thread = PageThread()
+        self._page_thread = PageThread(numa_node)
 
     @property
     def _slab_bytes(self) -> int:
@@ -311,7 +335,7 @@ class HostLevel(Level):
                     if self._pin and slab.size > BACKGROUND_BYTES:
                         slab.pages = self._page_thread.submit(bring_pages)
                     else:
-                        bring_pages()
+                        bring_pages(self._page_thread.faults)
                     slab.bytes = mapped
 
     def is_resident(self, extent: Extent) -> bool:

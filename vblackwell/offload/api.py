@@ -17,6 +17,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.kernels.optimizer import cpu
+from vblackwell.kernels.runtime.triton_launch import know_triton
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import level_in_words
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, is_causal_lm, restore_causal_lm
@@ -141,6 +142,8 @@ def enable_vgpu_stack_optimization(
     names = _names.setdefault(stack, {})
     if holds_model(stack, name):
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
+    if stack.level0_device.type == "cuda":
+        know_triton()
     check = BatchCheck.of(model, stack.level0_device, compute_dtype)
     with ExitStack() as undone:
         if accelerate is None:

@@ -377,6 +377,25 @@ def test_a_callers_defaults_change_nothing(way: str, dtype: torch.dtype):
     assert same(states, expected)
 
 
+@pytest.mark.parametrize("count", [0, 1, 1023, 3 * 65536 + 5003])
+def test_masters_are_split_as_torch_splits_them(way: str, count: int):
+    """Wherever they begin, by all threads, NaN and infinity among them."""
+    room = torch.randn(count + 2, generator=torch.Generator().manual_seed(count))
+    for start in range(2):
+        master = room[start : start + count]
+        odd = torch.tensor(ODD_BITS, dtype=torch.int32)[:count]
+        master[: len(odd)] = odd.view(torch.float32)
+        ours, theirs = (
+            (torch.zeros(count + 1, dtype=torch.bfloat16)[1:], torch.zeros(count + 3, dtype=torch.int16)[3:])
+            for _ in range(2)
+        )
+        if not cpu.split(master, *ours):
+            assert way == "torch" and not any(each.view(torch.int16).any() for each in ours)
+            continue
+        adamw.split(master.view(torch.int32), *theirs, torch.empty(count, dtype=torch.int32))
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_split_master_keeps_nan_and_infinity():
     truth = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32)
     weight, remainder = torch.empty(len(truth), dtype=torch.bfloat16), torch.empty(len(truth), dtype=torch.int16)

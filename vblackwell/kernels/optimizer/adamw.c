@@ -1,4 +1,4 @@
-// AdamW and sums of gradients on the CPU, to the bits of torch's fused kernel: cpu.py, which compiles it, says more.
+// AdamW, sums of gradients and split masters on the CPU, to the bits of torch: cpu.py, which compiles it, says more.
 //
 // Blocks of 1024 elements pass through buffers that stay in the first cache: gradients are widened, the new numbers are
 // computed by loops that a compiler vectorises, and written out. Where they go to other memory than they came from,
@@ -48,6 +48,13 @@ typedef struct {
     int64_t count;
     int32_t first_type, addend_type;
 } Sum;
+
+typedef struct {
+    const uint32_t *master;
+    uint16_t *weight;
+    int16_t *remainder;
+    int64_t count;
+} Split;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -177,16 +184,27 @@ static void add_part(const Sum *s, int64_t start, int64_t stop) {
     }
 }
 
-// Updates, or sums.
+static void split_part(const Split *s, int64_t start, int64_t stop) {
+    BUFFER uint16_t high[BLOCK], low[BLOCK];
+    for (int64_t at = start; at < stop; at += BLOCK) {
+        const int64_t n = least(stop - at, BLOCK);
+        for (int64_t i = 0; i < n; i++) high[i] = to_bf16(s->master[at + i]), low[i] = (uint16_t)s->master[at + i];
+        put(s->weight + at, high, 2 * n, 1);
+        put(s->remainder + at, low, 2 * n, 1);
+    }
+}
+
+// Updates, or sums, or splits.
 typedef struct {
     const Update *updates;
     const Sum *sums;
+    const Split *splits;
     int64_t number;
     atomic_llong taken;  // parts of all of them
 } Work;
 
 INLINE int64_t count_of(const Work *work, int64_t i) {
-    return work->updates ? work->updates[i].count : work->sums[i].count;
+    return work->updates ? work->updates[i].count : work->sums ? work->sums[i].count : work->splits[i].count;
 }
 INLINE int64_t parts_of(int64_t count) { return (count + PART - 1) / PART; }
 
@@ -202,8 +220,10 @@ static void *take_parts(void *given) {
             const Update *u = work->updates + i;
             update_part(LERP, SQUARE, u, start, least(stop, u->tail_start));
             update_part(TAIL_LERP, TAIL_SQUARE, u, most(start, u->tail_start), stop);
-        } else {
+        } else if (work->sums) {
             add_part(work->sums + i, start, stop);
+        } else {
+            split_part(work->splits + i, start, stop);
         }
     }
 #ifdef __SSE2__
@@ -235,11 +255,16 @@ static int make(Work *work, int64_t threads) {
 }
 
 int update(const Update *updates, int64_t number, int64_t threads) {
-    Work work = {updates, 0, number, 0};
+    Work work = {updates, 0, 0, number, 0};
     return make(&work, threads);
 }
 
 int add_up(const Sum *sums, int64_t number, int64_t threads) {
-    Work work = {0, sums, number, 0};
+    Work work = {0, sums, 0, number, 0};
+    return make(&work, threads);
+}
+
+int split(const Split *splits, int64_t number, int64_t threads) {
+    Work work = {0, 0, splits, number, 0};
     return make(&work, threads);
 }

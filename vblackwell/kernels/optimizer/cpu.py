@@ -1,5 +1,6 @@
-"""AdamW on the CPU in one pass over memory, and sums of gradients: C, by threads of its own, without the interpreter's
-lock; where there is no C compiler, torch's operations, which take two to three times as long and the lock.
+"""AdamW on the CPU in one pass over memory, sums of gradients, and masters that are split: C, by threads of its own,
+without the interpreter's lock; where there is no C compiler, torch's operations, which take two to three times as long
+and the lock.
 
 Both have the bits of `adamw_piece`: the C is asked once, in all its types, and not used where it differs. An update
 that may have to be taken back writes new states next to the old: past the caches, that is as fast as in place (26 bytes
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import CHUNK, GRADIENTS, AdamWStep, Then, adamw_piece, torch_order
+from vblackwell.kernels.optimizer.adamw import split as split_by_torch
 from vblackwell.kernels.runtime.host_compiler import shared_library
 
 SOURCE = Path(__file__).with_name("adamw.c")
@@ -134,6 +136,15 @@ def add_up(sums: Sequence[Sum]) -> None:
         _call(native.add_up, _Sum, [_sum_words(each) for each in rest])
 
 
+def split(master: Tensor, weight: Tensor, remainder: Tensor) -> bool:
+    """Make of an fp32 ``master`` its bf16 ``weight`` and their int16 ``remainder``, each (n,), dense and in RAM, by
+    `update_threads`, as `adamw.split` does; False, and nothing was done, without the C."""
+    native = library()
+    if native is not None:
+        _call(native.split, _Split, [_split_words(master, weight, remainder)])
+    return native is not None
+
+
 def _known(*tensors: Tensor | None) -> bool:
     return all(each is None or each.dtype in GRADIENTS for each in tensors)
 
@@ -194,6 +205,14 @@ class _Sum(ctypes.Structure):
     ]
 
 
+class _Split(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("master", "weight", "remainder")), ("count", ctypes.c_int64)]
+
+
+def _split_words(*tensors: Tensor) -> _Split:
+    return _Split(*map(_address, tensors), len(tensors[0]))
+
+
 def _update_words(each: Update) -> _Update:
     assert each.factor is None or (each.factor.dtype == torch.float32 and each.factor.device.type == "cpu")
     then = each.then or Then(each.gradient, each.numbers)  # without which the address is none
@@ -250,7 +269,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 
 def _has_torchs_bits(built: ctypes.CDLL) -> bool:
     """Whether 5,003 elements, in vectors and in the rest, come out as torch's: split and whole, from all gradients, in
-    place and elsewhere, with one step more and as a weight alone, and sums."""
+    place and elsewhere, with one step more and as a weight alone, and sums; and masters that are split."""
     generator, count = torch.Generator().manual_seed(0), 5003
     values = [torch.randn(count, generator=generator, dtype=torch.float32) for _ in range(4)]
     weight, exp_avg, exp_avg_sq, rest = values[0], values[1], values[2].square(), torch.arange(count, dtype=torch.int16)
@@ -272,4 +291,7 @@ def _has_torchs_bits(built: ctypes.CDLL) -> bool:
         pairs += [(alone.weight, expected.weight), *zip(ahead, (second.weight, *expected[1:]), strict=True)]
         if not all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None):
             return False
-    return True
+    (high, low), expected = ((torch.empty_like(weight, dtype=torch.bfloat16), torch.empty_like(rest)) for _ in range(2))
+    _call(built.split, _Split, [_split_words(weight, high, low)])
+    split_by_torch(weight.view(torch.int32), *expected, torch.empty_like(weight, dtype=torch.int32))
+    return torch.equal(high, expected[0]) and torch.equal(low, expected[1])

@@ -2,6 +2,7 @@
 of the host with as many numbers as attention's kernels take, as much as the rest of a launch.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -15,6 +16,16 @@ from vblackwell.kernels.runtime.registry import comparison_with, on_device
 _compiled: dict[tuple[Any, ...], Any] = {}
 _launches: dict[tuple[Any, ...], "Launch"] = {}
 MAX_KEYS = 4096  # lengths may be others in every call
+
+
+def know_triton() -> None:
+    """Compute in the background what names all that Triton compiles, a hash of Triton itself: 0.3 s, which a process's
+    first launch would wait."""
+    try:
+        from triton.runtime import cache
+    except ImportError:
+        return
+    threading.Thread(target=getattr(cache, "triton_key", lambda: None), daemon=True).start()
 
 
 class Launch(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported
-from vblackwell.kernels.optimizer import adamw
+from vblackwell.kernels.optimizer import adamw, cpu
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, SMALLEST, decode_moments
 from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCALES, Group, Slot, refuse_untrainable
 from vblackwell.offload.storage.storage import Storage
@@ -104,6 +104,8 @@ def write_truth(slot: Slot, source: Tensor, opened: Opened) -> None:
     wide, weight = in_memory_order(wide), slot.flat(weight)
     if remainder is None:
         round_from_fp32(wide, weight)
+        return
+    if wide.device.type == "cpu" and cpu.split(wide, weight, remainder):
         return
     scratch = torch.empty(min(len(wide), SPLIT_CHUNK), dtype=torch.int32, device=wide.device)
     for start in range(0, len(wide), SPLIT_CHUNK):  # so that a large parameter needs no temporaries of its size
