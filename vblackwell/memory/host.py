@@ -17,7 +17,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> t
     on ``numa_node`` (by first touch), are registered with CUDA (``pin``; where the system refuses, it stays pageable),
     and live as long as any tensor that views them. Raises InsufficientMemory."""
     slab, bring_pages = _map(size, numa_node, pin)
-    with _FaultThreads(numa_node) as threads:
+    with closing(_FaultThreads(numa_node)) as threads:
         bring_pages(threads)
     return slab
 
@@ -81,7 +81,7 @@ def _map(size: int, numa_node: int | None, pin: bool) -> tuple[torch.Tensor, "Br
 
 
 class _FaultThreads:
-    """Touch every page of slabs, on the cores of ``numa_node`` where there is more than one node; ended as a context.
+    """Touch every page of slabs, on the cores of ``numa_node`` where there is more than one node.
 
     By writes, which take one page at a time: MADV_POPULATE_WRITE holds the map of all of the process's memory until it
     is done, and whatever else allocates meanwhile waits (milliseconds to seconds, measured).
@@ -104,10 +104,7 @@ class _FaultThreads:
         else:
             list(self._pool.map(_touch, parts))
 
-    def __enter__(self) -> "_FaultThreads":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._pool.shutdown()
 
 
@@ -184,7 +181,7 @@ class PageThread:
             while self._waiting:
                 self._waiting.popitem()[0].cancel()
         self._thread.shutdown()
-        self.faults.__exit__()
+        self.faults.close()
 
     def _start_next(self) -> None:
         """Give the thread one slab, if it has none: where Python ends, it waits for that one, not for all."""
