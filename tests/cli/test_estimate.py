@@ -233,7 +233,9 @@ def test_a_run_is_planned_for_a_card_by_name(place):
         "2",
     ]
     text = place.vb("estimate", "gpt2", *flags).stdout
-    assert re.match(r"gpt2, 124,439,808 parameters, on RTX 3060\nplan: resident, 2 sequences", text), text
+    assert re.match(
+        r"gpt2, 124,439,808 parameters, on RTX 3060, 1,024 tokens a sequence\nplan: resident, 2 sequences", text
+    ), text
     assert "rates: data sheet of RTX 3060" in text
     for wrong, reason in (
         (["--html", "page.html"], "--html belongs to an estimate of plain PyTorch"),

@@ -258,6 +258,8 @@ def test_an_estimate_is_of_what_it_can_do(vb, folders):
     table = vb("estimate", "nvfp4/config.json", "--gpu", "RTX 3090")
     assert "linears in nvfp4)" in table and "run, as it is packed" in table and "all weights" not in table
     assert "tokens/s" in vb("estimate", "nvfp4", "--gpu", "RTX 3090", "--lora", "4", "--seq-length", "64")
+    assert ", 128 tokens a sequence" in vb("estimate", "nvfp4", "--lora", "4")
+    assert "nvfp4 learnt 128 positions (max_position_embeddings): --seq-length is 128 by default" in vb.err
     for model, words in (
         ("nvfp4", ["--batch-size", "2"]),
         ("nvfp4/config.json", ["--gpu-memory", "8GiB"]),

@@ -23,6 +23,7 @@ from vblackwell.machine.gpus import context_bytes, find_gpu
 from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.config import PRESETS, DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.planner.estimate.command import bounded_by, defaults_of
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.model_spec import packed_in
@@ -49,12 +50,18 @@ def plan_command(given: dict[str, Any]) -> int:
         said = "--gpu plans for a card by name, and --device says where this machine computes"
         raise ConfigurationError(f"{said}: drop one of them")
     as_json, gpu, model = given.pop("json", False), given.pop("gpu", None), given.pop("model")
+    if "seq_length" not in given:
+        _, given["seq_length"], learnt = defaults_of(model)
+        if learnt is not None:
+            print(bounded_by(model, learnt), file=sys.stderr, flush=True)
     config = resolve({"config" if model in PRESETS else "model": model, **given, "vgpu_auto": True})
     where, parameters, plan = _plan(config, gpu, functools.partial(print, file=sys.stderr, flush=True))
     if as_json:
-        print(json.dumps({"model": model, "parameters": parameters, "machine": where} | plan.as_dict(), indent=2))
+        values = {"model": model, "parameters": parameters, "machine": where, "seq_length": config.seq_length}
+        print(json.dumps(values | plan.as_dict(), indent=2))
     else:
-        print("\n".join([f"{model}, {parameters:,} parameters, on {where}", *plan.lines()]))
+        head = f"{model}, {parameters:,} parameters, on {where}, {config.seq_length:,} tokens a sequence"
+        print("\n".join([head, *plan.lines()]))
     return 0
 
 

@@ -73,8 +73,7 @@ def estimate_command(
     decoders = {name: replace(preset, max_position=seq_length) for name, preset in PRESETS.items()}
     spec = find_model(model, decoders, seq_length)
     if learnt is not None and seq_length == learnt:
-        said = f"{model} learnt {learnt} positions (max_position_embeddings): --seq-length is {learnt} by default"
-        spec = replace(spec, note=said)
+        spec = replace(spec, note=bounded_by(model, learnt))
     if spec.note is not None:
         print(spec.note, file=sys.stderr, flush=True)
     capability, num_sms = (card.capability, card.num_sms) if card else ((8, 0), NUM_SMS)
@@ -111,6 +110,11 @@ def defaults_of(model: str) -> tuple[int, int, int | None]:
         return *PRESET_BATCHES[model], None
     limit = positions_of(fields_of(model) or {})
     return (BATCH_SIZE, SEQ_LENGTH, None) if limit is None or limit >= SEQ_LENGTH else (BATCH_SIZE, limit, limit)
+
+
+def bounded_by(model: str, learnt: int) -> str:
+    """What is said of a default length that `defaults_of` has bounded."""
+    return f"{model} learnt {learnt} positions (max_position_embeddings): --seq-length is {learnt} by default"
 
 
 def some_bytes(text: str, flag: str) -> int:
