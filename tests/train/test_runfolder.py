@@ -170,6 +170,8 @@ def runs(tmp_path, monkeypatch):
     [
         ({"out": "runs/tinny"}, r"--out runs/tinny holds no run to go on with; did you mean 'runs/tiny'\?"),
         ({"out": "tiny"}, r"--out tiny holds no run to go on with; did you mean 'runs/tiny'\?"),
+        ({"out": "runs/TINY"}, r"--out runs/TINY holds no run to go on with; did you mean 'runs/tiny'\?"),
+        ({"out": "runs/tiny/checkpoints/step-000010"}, r"holds no run to go on with; did you mean 'runs/tiny'\?"),
         ({"out": "runs/notes"}, r"holds no run to go on with; there is runs/tiny, runs/small"),
         ({"config": "xl"}, r"no run in ./runs was started with --config xl: drop --resume"),
         ({"model": "llama"}, r"no run in ./runs was started with --model llama: drop --resume"),

@@ -215,11 +215,13 @@ def _written(path: Path) -> int:
 
 def _runs_near(name: str) -> str:
     """The ending of a sentence about a folder that holds no run: the nearest that does, or the newest; may be empty."""
+    above = next((parent for parent in Path(name).parents if holds_run(parent)), None)  # of its final, or a checkpoint
     folders = dict.fromkeys((Path(name).parent, RUNS))
     runs = {run.name: str(run) for folder in folders for run in _runs_in(folder)}
-    found = difflib.get_close_matches(Path(name).name, runs, n=1)
-    if found:
-        return f"; did you mean {runs[found[0]]!r}?"
+    cases = {run.lower(): path for run, path in runs.items()}
+    near = [cases[found] for found in difflib.get_close_matches(Path(name).name.lower(), cases, n=1)]
+    if above is not None or near:
+        return f"; did you mean {str(above or near[0])!r}?"
     return f"; there is {', '.join(list(runs.values())[:MAX_SHOWN])}" if runs else ""
 
 
