@@ -169,7 +169,7 @@ def test_a_packed_folder_is_measured_as_it_is(folder, capsys):
         assert row["training"] is None and not row["refused"] and row["inference"]["milliseconds"] > 0
         assert held <= row["inference"]["weight_bytes"] < 1.5 * held, "rotary tables in addition"
     assert found["rungs"][1]["inference"]["output_change"]["relative"] < 0.02  # bf16, in another order
-    with pytest.raises(Unsupported, match="packed weights are not trained: add --lora 16"):
+    with pytest.raises(Unsupported, match="packed weights are not trained: give --phases inference, or the folder"):
         bench_command(str(packed), phases="training", **SMALL)
     with pytest.raises(ConfigurationError, match="'fp4' is none of packed, flash"):
         bench_command(str(packed), rungs="fp4", **SMALL)

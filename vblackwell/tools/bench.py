@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.folders.compressed_tensors import not_trained
 from vblackwell.folders.folder import read_config, stored_dtype
 from vblackwell.folders.hub import is_hub_id
 from vblackwell.generate.generate import position_limit, stepper
@@ -80,7 +79,8 @@ def bench_command(
     wanted = _names(phases, "--phases", PHASES)
     if folder is not None and stated:
         if phases != "all" and "training" in wanted:
-            raise not_trained(folder, stated)
+            said = f"--phases {phases}: {folder} is packed, and packed weights are not trained"
+            raise Unsupported(f"{said}: give --phases inference, or the folder that it was packed from")
         wanted = ["inference"]
     chosen = _names(rungs, "--rungs", PACKED_LADDER if stated else LADDER)
     if steps <= WARM_UP:
