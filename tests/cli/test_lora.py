@@ -74,12 +74,12 @@ def test_adapters_are_trained(kind, fp4, fp8, place, folders):  # noqa: F811
     same = [*(["--use-fp4"] if fp4 else []), *(["--fp8-activations"] if fp8 else [])]
     found = place.vb(*writes, *same)
     assert "warning" not in found.stderr
-    how = '{"fp4": "mxfp4", "w4a8": true}' if fp8 else '{"fp4": "nvfp4"}'
+    how = "mxfp4 with --fp8-activations" if fp8 else "nvfp4"
     trained = place.vb(*writes)
-    assert trained.stdout == found.stdout and f"over its base packed by {how}, as it is here" in trained.stderr
+    assert trained.stdout == found.stdout and f"over its base packed to {how}, as here" in trained.stderr
     (line,) = (line for line in place.vb(*writes, "--no-use-fp4").stderr.splitlines() if "warning" in line)
     assert line.startswith(
-        f"vb: warning: run/adapter was trained over the base packed by {how}, which here is as it is"
+        f"vb: warning: run/adapter was trained over the base packed to {how}, which here is as it is"
     )
 
     whole = {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")}

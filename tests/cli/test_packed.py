@@ -231,8 +231,8 @@ def test_an_adapter_writes_over_the_base_it_was_trained_over(vb):
     packed = vb(*words, "--model", "base", "--use-fp4", "--keep", "q_proj")
     assert "vb:" not in vb.err
     assert vb(*words) == packed == vb(*words, "--model", "base")
-    assert 'over its base packed by {"fp4": "nvfp4", "keep": "q_proj"}, as it is here' in vb.err
-    with pytest.warns(UserWarning, match="may do worse than in training"):
+    assert "over its base packed to nvfp4 with --keep q_proj, as here" in vb.err
+    with pytest.warns(UserWarning, match="base packed to nvfp4 with --keep q_proj, which here is as it is"):
         vb(*words, "--no-use-fp4")
     train(vb, "nvfp4", "over", "--lora", "4")
     vb("generate", "--adapter", "over/adapter", "--prompt", "a", *GREEDY)

@@ -273,13 +273,13 @@ def test_an_adapter_knows_how_its_base_was_packed(places, apart, written, make_s
     """
     folder, adapter = written("llama", num_hidden_layers=1), tmp_path / "adapter"
     packings = {
-        '{"fp4": "nvfp4"}': {"fp4": "nvfp4"},
-        '{"fp4": "nf4", "fp4_layers": "mlp", "keep": "up_proj"}': {
+        "packed to nvfp4": {"fp4": "nvfp4"},
+        "packed to nf4 with --fp4-layers mlp and --keep up_proj": {
             "fp4": "nf4",
             "fp4_layers": "mlp",
             "keep": "up_proj",
         },
-        '{"fp4": "mxfp4", "w4a8": true}': {"fp4": "mxfp4", "w4a8": True},
+        "packed to mxfp4 with --fp8-activations": {"fp4": "mxfp4", "w4a8": True},
         "as it is": {},
     }
     texts = list(packings)
@@ -291,8 +291,7 @@ def test_an_adapter_knows_how_its_base_was_packed(places, apart, written, make_s
         with pytest.warns(UserWarning, match="was trained over the base") as said:
             load(folder, make_stack, lora=None, adapter=adapter, trainable=False, **packings[other])
         (line,) = said
-        was, here = (each if each == "as it is" else f"packed by {each}" for each in (text, other))
-        assert f"over the base {was}, which here is {here}: " in str(line.message)
+        assert f"over the base {text}, which here is {other}: " in str(line.message)
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
     (file,) = adapter.glob("*.safetensors")
     tensors = load_file(file)

@@ -39,7 +39,10 @@ from vblackwell.offload.state import export_state
 from vblackwell.offload.storage.initialize import Initialize
 
 BASE, PACKED = "vblackwell.base", "vblackwell.packed"  # in the metadata
-AS_IT_IS = "{}"  # how a base is packed that is not
+# Arguments of `load_causal_lm`, next to ``fp4``, that are kept with an adapter, by the flags that mean them.
+FLAGS = {
+    "w4a8": "--fp8-activations", "w4a4": "--fp4-activations", "fp4_layers": "--fp4-layers", "keep": "--keep",
+}  # fmt: skip
 CONFIG = "config.json"
 ADAPTER_FILE = "adapter_model"
 _NUMBERS = 128  # at either end of each tensor
@@ -349,15 +352,23 @@ def trained_over(adapter: Path) -> tuple[str | None, dict[str, Any]]:
     return (named if isinstance(named, str) and named else None), how
 
 
+def packed_in_words(how: Mapping[str, Any]) -> str:
+    """How a base is packed, of the arguments that `trained_over` gives: in the words of the commands' flags."""
+    given = [flag if how[name] is True else f"{flag} {how[name]}" for name, flag in FLAGS.items() if name in how]
+    said = f"packed to {how['fp4']}" if "fp4" in how else "as it is"
+    return f"{said} with {' and '.join(given)}" if given else said
+
+
 def _compare_packing(adapter: Path, now: str) -> None:
     """A warning where the base is packed otherwise than that over which the adapter was trained, which may be meant:
     peft has it unpacked. Files of peft, and of before this was kept, do not tell."""
     for _, before in _stated(adapter, PACKED):
         if before != now:
-            was, here = ("as it is" if how == AS_IT_IS else f"packed by {how}" for how in (before, now))
+            was, here = (packed_in_words(json.loads(how)) for how in (before, now))
             said = f"{adapter} was trained over the base {was}, which here is {here}: it may do worse than in training"
-            flags = "--use-fp4, --fp8-activations, --fp4-activations, --fp4-layers and --keep"
-            warnings.warn(f"{said}; give the same arguments ({flags})", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"{said}; give the same arguments (--use-fp4, {', '.join(FLAGS.values())})", UserWarning, stacklevel=2
+            )
             return
 
 

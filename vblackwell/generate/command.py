@@ -25,7 +25,7 @@ from vblackwell.folders.folder import (
     tensor_files,
 )
 from vblackwell.folders.weights import check_architecture
-from vblackwell.generate.adapters import trained_over
+from vblackwell.generate.adapters import packed_in_words, trained_over
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import ADAPTER, open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
@@ -83,9 +83,7 @@ class Places:
         _, how = trained_over(Path(self.adapter))
         if not how:
             return self
-        print(
-            f"vb: {self.adapter} was trained over its base packed by {json.dumps(how)}, as it is here", file=sys.stderr
-        )
+        print(f"vb: {self.adapter} was trained over its base {packed_in_words(how)}, as here", file=sys.stderr)
         rounds = {"fp8_activations": how.get("w4a8", False), "fp4_activations": how.get("w4a4", False)}
         which = {"fp4_layers": how.get("fp4_layers", Packing.layers), "keep": how.get("keep")}
         return replace(self, use_fp4="fp4" in how, format=how.get("fp4"), **rounds, **which)
