@@ -34,4 +34,4 @@ for epoch in range(1, 9):
     if epoch in (1, 8):
         print(f"epoch {epoch}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}")
 accelerator.save_state("tiny-gpt2-state")
-print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
+print("fast memory held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")

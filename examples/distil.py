@@ -1,4 +1,4 @@
-"""Distil a model: a frozen teacher and its student stream through one stack, whose level 0 holds neither.
+"""Distil a model: a frozen teacher and its student stream through one stack, whose fast memory holds neither.
 
 python examples/distil.py Qwen/Qwen3-4B Qwen/Qwen3-0.6B "text"    # without arguments: two small random Llamas
 """
@@ -36,4 +36,4 @@ for step in range(1, 19):
     if step in (1, 18):
         print(f"step {step}: loss {loss.item():.3f}")
 print("saved", vb.save_causal_lm(student, "distilled"))
-print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
+print("fast memory held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")

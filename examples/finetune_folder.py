@@ -22,7 +22,7 @@ else:
     tokens_BS = torch.arange(96).view(4, 24)
 
 cuda = torch.cuda.is_available()
-# Sized by the machine; for the small model, whose weights alone take more, without a GPU an arena of half a MiB.
+# Sized by the machine; for the small model, whose weights alone take more, without a GPU half a MiB of RAM.
 stack = vb.create_vgpu_stack(None if cuda or text else "0.5MiB")
 model = vb.load_causal_lm(source, stack, compute_dtype=torch.bfloat16 if cuda else torch.float32)
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, update_in_backward=True)

@@ -35,4 +35,4 @@ model = vb.load_causal_lm(source, stack, dtype=dtype, trainable=False, placement
 tokenizer = Tokenizer.from_file(transformers.utils.cached_file(source, "tokenizer.json"))
 print(prompt, end="")
 generate(model, tokenizer, prompt, 24, temperature=0.7, seed=1, on_token=lambda text: print(text, end="", flush=True))
-print("\nlevel 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
+print("\nfast memory held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")

@@ -22,7 +22,7 @@ sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hi
 config = transformers.LlamaConfig(**sizes, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
 model = transformers.AutoModelForCausalLM.from_config(config)
 
-stack = vb.create_vgpu_stack("0.9MiB", cap_process=False)  # of a GPU level 0 alone: activations are outside
+stack = vb.create_vgpu_stack("0.9MiB", cap_process=False)  # of a GPU weights and states alone: activations are outside
 vb.enable_vgpu_stack_optimization(model, stack, placement="streamed")
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, update_in_backward=True)
 for step in range(1, 19):
@@ -34,5 +34,5 @@ for step in range(1, 19):
     optimizer.zero_grad()
     if step in (1, 18):
         print(f"step {step}: loss {loss.item():.3f}")
-print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
+print("fast memory held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
 print("saved", vb.save_causal_lm(model, "from-scratch"))

@@ -19,7 +19,7 @@ class Regressor(nn.Module):
 
 
 torch.manual_seed(0)
-# Weights, gradients and AdamW states take 8 MiB; level 0 may hold one (of a GPU, activations are outside).
+# Weights, gradients and AdamW states take 8 MiB; fast memory may hold one (of a GPU, activations are outside).
 stack = vb.create_vgpu_stack("1MiB", cap_process=False)
 model = vb.enable_vgpu_stack_optimization(Regressor(), stack, placement="streamed")
 optimizer = vb.VGPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, update_in_backward=True)
@@ -32,5 +32,5 @@ for step in range(1, 31):
     optimizer.zero_grad()
     if step in (1, 30):
         print(f"step {step}: loss {loss.item():.3f}, gradient norm {optimizer.grad_norm:.2f}")
-print("level 0 held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
+print("fast memory held at most", stack.get_stats()["levels"][0]["peak_bytes"], "bytes")
 vb.release(model)  # a plain module again
