@@ -230,6 +230,8 @@ def test_without_a_gpu_activations_are_outside_the_arena():
     there = Machine(Bounds(40 * MiB, GiB), rates(), has_gpu=False)
     fit = WhatFits(NAMES[:1]).fit("train", "tiny-a", there)
     assert fit is not None and fit.batch == (64, 2, 1)
+    fit = WhatFits(NAMES[:1]).fit("run", "tiny-a", there)
+    assert fit is not None and fit.resident and fit.gpu < 40 * MiB
 
 
 def test_positions_and_words_are_asked_of_the_configuration():

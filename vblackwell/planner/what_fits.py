@@ -277,7 +277,7 @@ class WhatFits:
     def _run(self, way: str, name: str, place: Machine, packed: bool) -> Fit | Lacking:
         shape, stays, sizes, per_token, work = self._decoding(name, packed, place.capability, place.has_gpu)
         bounds, rates = place.bounds, place.rates
-        workspace = workspace_bytes(bounds.gpu)
+        workspace = workspace_bytes(bounds.gpu) if place.has_gpu else 0  # else it is outside fast memory
         free, whole = bounds.gpu - workspace, sum(sizes)
         if whole > bounds.host + bounds.disk:
             return Lacking("RAM and disk", whole - bounds.host - bounds.disk)
