@@ -62,7 +62,8 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
         return of_decoder(text, decoders[text])
     fields = fields_of(text)
     if fields is not None and (stated := fields.get("quantization_config")):
-        said = "; an estimate with flags of a run is of training all weights: without them it is of what can be done"
+        said = "; an estimate with flags of a run is of training all weights: without them, or with --gpu, --ram and "
+        said += "--disk alone, it is of what can be done"
         raise Unsupported(f"{not_trained(text, stated)}{said}")
     if fields is not None:
         return of_config(fields, text, seq_length)
