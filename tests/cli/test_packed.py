@@ -94,6 +94,8 @@ def test_many_prompts_and_a_cap_write_what_one_prompt_does(vb):
     assert [row["prompt"] + row["text"] + "\n" for row in map(json.loads, rows.splitlines())] == alone
     assert vb(*many, "--batch-size", "1") == rows
     assert vb(*many, "--fast-memory", "40KiB", "--host-memory", "1MiB") == rows
+    refused = vb("generate", "--model", "nvfp4", "--prompts", "none.txt", *GREEDY, code=2)
+    assert "--prompts none.txt cannot be read (No such file or directory): give a text file" in refused
     assert vb(*many, "--use-fp4") == rows, "it is what is asked for"
     assert "mxfp4 already, and --use-fp4 (fp4=) asks for nvfp4: drop it" in vb(
         "generate", "--model", "mxfp4", "--prompt", "a", "--use-fp4", *GREEDY, code=2
@@ -244,6 +246,10 @@ def test_an_adapter_writes_over_the_base_it_was_trained_over(vb):
     for named, said in (("/nowhere", "names the base /nowhere, which is not there"), (None, "names no base")):
         Path("moved/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
         assert f"{said}: give the folder" in vb("generate", "--adapter", "moved", "--prompt", "a", code=2)
+    for words in (("--adapter", "nowhere"), ("--adapter", "nowhere", "--model", "base", "--use-fp4")):
+        refused = vb("generate", *words, "--prompt", "a", *GREEDY, code=2)
+        assert "nowhere: no such folder; give the folder of an adapter" in refused
+    assert "base holds no adapter_config.json; give the" in vb("generate", "--adapter", "base", "--prompt", "a", code=2)
     assert "needs --model, or an --adapter" in vb("generate", "--prompt", "a", code=2)
 
 

@@ -67,8 +67,9 @@ def prompt_lines(path: Path) -> tuple[list[tuple[str, str]], int]:
             raise ValueError(f"it has more than {format_bytes(MAX_PROMPTS_BYTES)}")
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
+            f"--prompts {path} cannot be read ({why}): give a text file, a prompt a line"
         ) from error
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]  # splitlines: U+2028 ends one too
     found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -131,11 +131,19 @@ def put_adapters(
     return config, store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled, **rounds)
 
 
+def _read_config(adapter: Path) -> dict[str, Any]:
+    """The adapter_config.json of the folder ``adapter``; ConfigurationError, CorruptData."""
+    file = adapter / ADAPTER_CONFIG
+    if not file.exists():
+        said = f"{adapter} holds no {ADAPTER_CONFIG}" if adapter.is_dir() else f"{adapter}: no such folder"
+        raise ConfigurationError(f"{said}; give the folder of an adapter, of vb train --lora or of peft")
+    return read_json(file)
+
+
 def read_lora(folder: Path) -> Lora:
     """What the adapter in ``folder``, peft's or ours, is; raises ConfigurationError where there is none, CorruptData
     for a damaged adapter_config.json, Unsupported where it is more than low-rank matrices around linears."""
-    file = folder / ADAPTER_CONFIG
-    found = read_json(file)
+    file, found = folder / ADAPTER_CONFIG, _read_config(folder)
     other = [name for name in _MORE if found.get(name) not in (None, False, {}, [], "none")]
     begun, targets = found.get("init_lora_weights"), found.get("target_modules")
     other += [] if begun in _PLAIN_BEGINNINGS else [f"init_lora_weights {begun!r}, which changes the base"]
@@ -321,7 +329,7 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
             f"{other}: {path.name} was trained over weights with the fingerprint {stated}, those of {base} have "
             f"{found}; give the model that it was trained over as --model"
         )
-    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = _read_config(adapter).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return
     file, theirs = adapter / ADAPTER_CONFIG, Path(named)
@@ -347,7 +355,7 @@ def trained_over(adapter: Path) -> tuple[str | None, dict[str, Any]]:
     """The base that the adapter in the folder ``adapter`` names, a path or hub id, and the arguments of
     `load_causal_lm` that pack it as in training: none where it is not packed, or the adapter does not tell. Raises
     ConfigurationError where there is no adapter, CorruptData for one that is damaged."""
-    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = _read_config(adapter).get("base_model_name_or_path")
     how = next((json.loads(how) for _, how in _stated(adapter, PACKED)), {})
     return (named if isinstance(named, str) and named else None), how
 
