@@ -222,7 +222,10 @@ def test_a_sequence_is_not_longer_than_the_model_knows(monkeypatch):
     command = what_fits_command._command(trained, "mine", place(8 * GiB))
     assert "--seq-length 32 --batch-size 2 --vgpu-auto" in command and "--placement resident" in command
     lines = what_fits_command.way_lines("mine", answers, "a card", place(8 * GiB), found)
-    assert any("sequences of 32 tokens" in line for line in lines)
+    assert any("sequences of 32 tokens" in line and "one text of at most 32 tokens" in line for line in lines)
+    longer = WhatFits({"mine": fields | {"max_position_embeddings": 2048}})._way("run", "mine", place(8 * GiB))
+    keys = 2 * 64 * 2 * (2048 - 32)  # and values: of one layer, in bf16
+    assert isinstance(found["run"], Fit) and isinstance(longer, Fit) and longer.gpu - found["run"].gpu == keys
 
 
 def test_without_a_gpu_activations_are_outside_the_arena():

@@ -308,8 +308,9 @@ class WhatFits:
         model: Any = self._model(name)
         if packed:
             model = self._packed(name, tiled)
-        plain = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
-        shape = plain or cache_shape(model.config, 1, POSITIONS, torch.bfloat16, windows=True)
+        positions = min(POSITIONS, self._positions(name))
+        plain = cache_shape(model.config, 1, positions, torch.bfloat16)
+        shape = plain or cache_shape(model.config, 1, positions, torch.bfloat16, windows=True)
         if shape is None:
             raise Unsupported("keys and values of these layers are not counted: not all of them attend plainly")
         sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])

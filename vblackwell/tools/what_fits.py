@@ -212,13 +212,15 @@ def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str
 
 def assumptions(place: Machine, found: Mapping[str, what_fits.Fit | Lacking] | None = None) -> list[str]:
     """What the table rests on; ``found``: of one model, which may know fewer positions than a sequence has."""
-    batches = [fit.batch for fit in (found or {}).values() if isinstance(fit, what_fits.Fit) and fit.batch]
+    fits = [fit for fit in (found or {}).values() if isinstance(fit, what_fits.Fit)]
+    batches = [fit.batch for fit in fits if fit.batch]
+    text = min([what_fits.POSITIONS, *(fit.at_once for fit in fits if fit.task.startswith("run"))])
     length = batches[0][0] if batches else what_fits.SEQ_LENGTH
     least = ", ".join(f"{task} {speed:g}" for task, speed in what_fits.MIN_SPEED.items())
     return [
         f"training: {what_fits.SEQUENCES} sequences of {length} tokens a step, "
         f"{'bf16 with fp32 masters' if place.has_gpu else 'fp32'}, "
-        f"checkpointing; running: one text of at most {what_fits.POSITIONS} tokens",
+        f"checkpointing; running: one text of at most {text} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",
         f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays in "
