@@ -160,6 +160,10 @@ def test_what_is_merged(vb, folders):
     opened = peft.PeftModel.from_pretrained(base, "plain/adapter").merge_and_unload().state_dict()
     for name, value in merged.items():
         assert (opened[name].float() - value.float()).norm() <= 2**-8 * value.float().norm()
+    for kind in ("float16", "float32"):
+        shutil.copytree("base", kind)
+        base.to(getattr(torch, kind)).save_pretrained(kind)
+        assert f"(the adapter merged, {kind})" in train(vb, kind, f"of-{kind}", "--lora", "4")
     train(vb, "base", "alone", "--lora", "4", "--merge", "none")
     assert not (folders / "alone/final").exists()
     assert "--merge is of adapters" in train(vb, "base", "other", "--merge", "bf16", code=2)
@@ -273,6 +277,7 @@ def test_an_estimate_is_of_what_it_can_do(vb, folders):
     ):
         refused = vb("estimate", model, *words, code=2)
         assert all(part in refused for part in NOT_TRAINED)
+        assert ("or with --gpu, --ram and --disk alone" in refused) == (words[0] != "--learning-rate")
 
 
 def test_the_python_calls(folders, tmp_path, make_stack):  # noqa: F811
