@@ -38,7 +38,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, command: str) -> dict[str, Any]:
 
     monkeypatch.setattr(cli, "_parse", stop)
     with pytest.raises(Parsed) as found:
-        cli._dispatch(shlex.split(command)[1:])
+        cli._dispatch(shlex.split(command, comments=True)[1:])
     return found.value.args[0]
 
 
@@ -59,8 +59,9 @@ def test_there_is_a_command_for_every_branch():
 def test_the_command_line_takes_it(monkeypatch, command, tmp_path):
     given = parsed(monkeypatch, command)
     if command.startswith("vb train"):
+        monkeypatch.chdir(tmp_path)
+        Path("FOLDER").mkdir()
         if "resume" in given:  # the run goes on that is there
-            monkeypatch.chdir(tmp_path)
             Path(given["out"], "checkpoints").mkdir(parents=True)
         assert resolve(given) is not None  # values too
 

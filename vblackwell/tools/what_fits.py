@@ -3,7 +3,9 @@ one model in every way, or the largest ones."""
 
 import json
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -45,7 +47,7 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
         values |= {"fits": [asdict(fit) for fit in found], "assumptions": [*assumed, *assumptions(place)]}
         print(json.dumps(values, indent=2))
     else:
-        print("\n".join([*lines(name, place, found), *(f"  assumes {text}" for text in assumed)]))
+        _show([*lines(name, place, found), *(f"  assumes {text}" for text in assumed)])
     return 0
 
 
@@ -75,8 +77,16 @@ def ways_command(
         print(json.dumps(values | {"ways": ways, "best": best_of(found), "commands": commands}, indent=2))
     else:
         shown = way_lines(model, answers, name, place, found)
-        print("\n".join([*shown, *(f"  assumes {text}" for text in assumed)]))
+        _show([*shown, *(f"  assumes {text}" for text in assumed)])
     return 0
+
+
+def _show(lines: Sequence[str]) -> None:
+    """Print them, on a terminal broken between words; a command stays whole, to be copied."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for line in lines:
+        whole = len(line) <= width or " vb " in line
+        print(*([line] if whole else textwrap.wrap(line, width, subsequent_indent=" " * 8)), sep="\n")
 
 
 def best_of(found: Mapping[str, what_fits.Fit | Lacking]) -> list[str]:
@@ -161,7 +171,7 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
             assumed += [f"{format_bytes(usual_ram)} of RAM next to a card that this machine lacks: --ram changes it"]
         if disk is None:
             speed = f"{DISK_BYTES_PER_SECOND / 1e9:g} GB/s each way"
-            assumed += [f"{usual_disk / 1e9:g} GB of an NVMe disk, {speed}, in the same way: --disk changes it"]
+            assumed += [f"{usual_disk / 1e9:g} GB of an NVMe disk, {speed}, next to that card: --disk changes it"]
         ram, disk = usual_ram if ram is None else ram, usual_disk if disk is None else disk
     ram = memory_facts().available_bytes if ram is None else ram
     disk = free_disk_bytes(default_disk_path()) if disk is None else disk
