@@ -7,6 +7,7 @@ own invariants, these classes are for everything that a user, a disk or a machin
 import difflib
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 
 class VBError(Exception):
@@ -97,6 +98,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'lru'?"``-like ending for a sentence about an unknown ``name``; empty where nothing is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def nearest_path(path: Path) -> str:
+    """The same for a ``path`` that is not there, among what its folder has."""
+    return nearest(path.name, [found.name for found in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:

@@ -103,6 +103,8 @@ def test_generate_without_a_model(place):
     (place.folder / "empty").mkdir()
     generate = ["generate", "--device", "cpu", "--model"]
     refused(place, [*generate, "gone", "--prompt", "x"], "gone", "no such folder")
+    for words in (["generate", "--prompt", "x", "--model"], ["train"], ["estimate"], ["chat"]):
+        refused(place, [*words, "emtpy"], "emtpy", "did you mean 'empty'?")
     refused(place, [*generate, "empty", "--prompt", "x"], "empty", "config.json")
     refused(place, [*generate, "empty"], "prompt")
     refused(place, ["doctor", "--disk-path", "gone"], "gone", "No such file")

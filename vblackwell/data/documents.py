@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vblackwell.data.records import PACKED, RECORDS, WANTED, compressed, decode_text, kind_of_value, reading, records
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, nearest_path
 from vblackwell.units import MiB
 
 PIECE_BYTES = 1 * MiB
@@ -87,7 +87,7 @@ def check_path(path: Path) -> None:
         _check_kind(path)
     if path.exists():
         return
-    near = nearest(path.name, [found.name for found in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    near = nearest_path(path)
     advice = f"check the path{near}"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix.lower() not in TEXT | RECORDS and not near:
         get = f"hf download {path} --repo-type dataset --local-dir {path.name}"

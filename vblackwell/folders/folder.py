@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError, CorruptData, VBError
+from vblackwell.errors import ConfigurationError, CorruptData, VBError, nearest_path
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.hub import cached_or_fetched, is_hub_id
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
@@ -207,7 +207,7 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     if isinstance(model, Path) or path.exists() or not is_hub_id(model):
         raise ConfigurationError(
             f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, a run folder of vb "
-            "train, or a hub id owner/name"
+            f"train, or a hub id owner/name{nearest_path(path)}"
         )
     from huggingface_hub import snapshot_download
 

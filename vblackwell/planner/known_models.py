@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, likeness
+from vblackwell.errors import ConfigurationError, likeness, nearest_path
 from vblackwell.machine.gpus import GPUS
 from vblackwell.units import columns
 
@@ -60,6 +60,7 @@ def unknown_model(text: str, presets: Iterable[str] = ()) -> ConfigurationError:
     others = "a Hugging Face folder or hub id, a config.json, or package.module:factory"
     return ConfigurationError(
         f"model {text!r} is unknown; the nearest: {', '.join(near)} (vb estimate --list shows all); or give {others}"
+        f"{nearest_path(Path(text))}"
     )
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, nearest, nearest_path
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.decoder.config import PRESET_BATCHES, TOKENIZER_SIZE
 from vblackwell.offload.layout.places import OLD_PLACES, PLACES
@@ -410,7 +410,8 @@ def _with_subject(flags: dict[str, Any]) -> dict[str, Any]:
             f"vb train {subject} means --{name} {subject}, and {others[name]!r} is given too: drop one"
         )
     if not is_config and "/" not in subject and not Path(subject).exists():
-        known = f"neither a preset ({', '.join(RECIPES)}) nor a folder{nearest(subject, RECIPES)}"
+        near = nearest(subject, RECIPES) or nearest_path(Path(subject))
+        known = f"neither a preset ({', '.join(RECIPES)}) nor a folder{near}"
         advice = "to train a published model, give the folder or hub id of its weights"
         raise ConfigurationError(f"vb train {subject}: {subject!r} is {known}; {advice}")
     return others | {name: subject}
