@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -88,6 +91,18 @@ def test_a_known_card_says_how_fast(place):
     speed = found["plan"]["speed"]
     assert found["fits"] and found["tokens_per_second"] == speed["resident"] > speed["streamed"] > 0
     assert speed["rates"] == "data sheet of H200" and any(speed["rates"] in line for line in found["assumptions"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "card"), [("gemma-2-9b", "4070"), ("llama-3-70b", "RTX 3090"), ("gpt-oss-20b", "RTX 3060 12GB")]
+)
+def test_every_way_of_a_large_model_takes_15_seconds_of_a_cpu(model, card):
+    """In a process of its own, its imports included; of a CPU, for others work on this machine as well."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "vblackwell", "estimate", model, "--gpu", card], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
 
 
 def test_a_folder_and_its_config_are_the_same_model(place):
