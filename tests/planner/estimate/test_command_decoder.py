@@ -46,7 +46,8 @@ def test_every_line_is_a_difference_between_two_traces():
     assert advice.saved_bytes == memory.peak_p50 - checkpointed.peak_p50 > 0
     assert advice.saved_time is not None and advice.saved_time < 0 and "more time" in advice.cost
     assert found["--precision bf16"].saved_bytes > 0 and "fp32 masters" in found["--precision bf16"].cost
-    assert "batches of 8, gradients of 2 added up" in found
+    assert "--batch-size 8 --accumulation-steps 2" in found
+    assert all(change.startswith(("--", "vb ", "vb.", "torch.", "PYTORCH_")) for change in found)  # what is typed
     saved = [each.saved_bytes for each in advice_of(estimated)]
     assert saved == sorted(saved, reverse=True)
 
@@ -82,7 +83,7 @@ def test_a_stack_has_fused_operators_as_it_runs(tmp_path, capsys):
     assert (
         found["vb.accelerate_causal_lm(model)"].saved_bytes > 8 * 512 * 32000 * 4
     )  # one copy of them in fp32, and more
-    streamed = found["an offload stack (vb train --vgpu-auto)"]
+    streamed = found["vb train --vgpu-auto (an offload stack)"]
     assert memory.peak_p50 - streamed.saved_bytes <= half and "of RAM" in streamed.cost
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))

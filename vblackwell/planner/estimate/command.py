@@ -236,7 +236,7 @@ class _Ways:
         yield from traced
         if self.batch_size > 1:
             smaller = self.batch_size // 2
-            change = f"batches of {smaller}, gradients of {-(-self.batch_size // smaller)} added up"
+            change = f"--batch-size {smaller} --accumulation-steps {-(-self.batch_size // smaller)}"
             yield from self.plain(change, run, self._trace_of(run, smaller), batch_size=smaller)
         if stack is not None and not stack.refused:
             yield self._stacked("", stack)
@@ -262,14 +262,14 @@ class _Ways:
         if trace is not None and self.estimated.gpu_bytes is not None:
             stack = estimate_offload(run, trace, self.batch_size, self.estimated.gpu_bytes, *self.below)
             if not stack.refused:
-                yield replace(self._stacked(f", {change}", stack), work=_flops(trace) / self.tokens)
+                yield replace(self._stacked(f" {change}", stack), work=_flops(trace) / self.tokens)
 
     def _stacked(self, change: str, stack: OffloadEstimate) -> Way:
         context = context_bytes(self.estimated.run.capability) + RUNTIME_BYTES
         disk = f" and {stack.disk / GiB:.1f} GiB of disk" if stack.disk else ""
         seconds = None if stack.tokens_per_second is None else 1 / stack.tokens_per_second
         peak = context + stack.level0 + stack.step + stack.fragmentation
-        said, also = f"an offload stack{change} (vb train --vgpu-auto)", f"{stack.host / GiB:.1f} GiB of RAM{disk}"
+        said, also = f"vb train --vgpu-auto{change} (an offload stack)", f"{stack.host / GiB:.1f} GiB of RAM{disk}"
         return Way(said, peak, seconds, also=also)
 
 
