@@ -462,7 +462,7 @@ def test_nothing_is_said_of_a_forward_that_may_take_less(make_stack: MakeStack, 
     model(input_ids=tokens, **loss_with)  # whose queries are grouped, in fp32
     assert not needs
     vb.release(model)
-    model = capped_model(make_stack, monkeypatch, "opt", cap=1)
+    model = capped_model(make_stack, monkeypatch, "gpt2", cap=1)
     with pytest.raises(InsufficientMemory):
         model(input_ids=tokens, **loss_with)
     assert needs
