@@ -252,6 +252,9 @@ def test_a_run_is_planned_for_a_card_by_name(place):
         r"gpt2, 124,439,808 parameters, on RTX 3060, 1,024 tokens a sequence\nplan: resident, 2 sequences", text
     ), text
     assert "rates: data sheet of RTX 3060" in text
+    stated = place.vb("estimate", "gpt2", "--gpu", "RTX 3060", *flags[6:])  # next to it not what this machine has
+    assert "RAM 48.0 GiB, disk 466 GiB; rates" in stated.stdout
+    assert "assumes 64.0 GiB of RAM and 466 GiB of disk next to a card that this machine lacks" in stated.stderr
     for wrong, reason in (
         (["--html", "page.html"], "--html belongs to an estimate of plain PyTorch"),
         (["--lora", "8", "--precision", "autocast"], "--precision 'autocast' is not one of auto, fp32, bf16, fp16"),

@@ -246,7 +246,7 @@ def test_a_card_that_is_not_here_is_next_to_a_stated_machine(monkeypatch, capsys
     """Nothing of this machine is in the answer, which says what it assumed and which flags change that."""
     here = GPUFacts(0, "NVIDIA GeForce RTX 3070", 8 * GiB, 8 * GiB, (8, 6), "0000:18:00.0", "580", (13, 0), None)
     facts = MemoryFacts(40 * GiB, 20 * GiB, "machine")
-    monkeypatch.setattr(what_fits_command, "list_gpus", lambda: [here])
+    monkeypatch.setattr("vblackwell.machine.limits.list_gpus", lambda: [here])
     monkeypatch.setattr(what_fits_command, "memory_facts", lambda: facts)
     monkeypatch.setattr(what_fits_command, "free_disk_bytes", lambda path: 7 * GiB)
     ram, disk = HYPOTHETICAL_BYTES

@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.machine.facts import disk_facts
+from vblackwell.machine.facts import disk_facts, list_gpus
+from vblackwell.machine.gpus import KnownGPU, known_as
 from vblackwell.units import GiB, MiB
 
 HOST_SHARE = 0.75  # of the RAM that is free, by a plan; the rest is for the page cache and other processes
@@ -41,3 +42,10 @@ def default_disk_path() -> str:
         f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path',"
         f" or set {DISK_PATH_VARIABLE}"
     )
+
+
+def stated_beside(card: KnownGPU | None) -> tuple[int, int] | None:
+    """Bytes of RAM and of disk next to a ``card`` that this machine lacks; None where it has it, or there is none."""
+    if card is None or any(known_as(found.name) == card for found in list_gpus()):
+        return None
+    return HYPOTHETICAL_BYTES

@@ -13,15 +13,15 @@ import torch
 
 from vblackwell.errors import ConfigurationError, as_typed
 from vblackwell.folders.compressed_tensors import PackedLinears
-from vblackwell.machine.facts import list_gpus, memory_facts
+from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
 from vblackwell.machine.limits import (
     ARENA_SHARE,
     HOST_SHARE,
-    HYPOTHETICAL_BYTES,
     LATER_BYTES,
     default_disk_path,
     free_disk_bytes,
+    stated_beside,
 )
 from vblackwell.machine.rates import DISK_BYTES_PER_SECOND, assumed_rates, kept_rates, rates_of
 from vblackwell.planner import what_fits
@@ -160,13 +160,13 @@ def _command(fit: what_fits.Fit, model: str, place: Machine, packing: PackedLine
 
 def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Machine, list[str]]:
     """The machine in words, what a run may take of it (of its RAM the share that ``--vgpu-auto`` takes), and what that
-    assumes. What is not given is this machine's, but of a card that it lacks `HYPOTHETICAL_BYTES`."""
+    assumes. What is not given is this machine's, or `stated_beside` a card."""
     card = None if gpu is None else find_gpu(gpu)
     ram = None if host_memory is None else some_bytes(host_memory, "--ram")
     disk = None if disk_memory is None else parse_bytes(disk_memory, "--disk")
     assumed = list[str]()
-    if card is not None and all(known_as(found.name) != card for found in list_gpus()):
-        usual_ram, usual_disk = HYPOTHETICAL_BYTES
+    if (stated := stated_beside(card)) is not None:
+        usual_ram, usual_disk = stated
         if ram is None:
             assumed += [f"{format_bytes(usual_ram)} of RAM next to a card that this machine lacks: --ram changes it"]
         if disk is None:

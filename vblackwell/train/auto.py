@@ -124,9 +124,9 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     )
 
 
-def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
-    """What the machine has free, cut to what the settings allow."""
-    available, wants_disk = memory_facts().available_bytes, config.has_disk
+def bounds_of(config: TrainConfig, device: torch.device, stated: tuple[int, int] | None = None) -> Bounds:
+    """What the machine has free, or ``stated`` bytes of RAM and disk, cut to what the settings allow."""
+    available, wants_disk = memory_facts().available_bytes if stated is None else stated[0], config.has_disk
     if wants_disk:
         available = max(available // 2, available - limits.DISK_THREAD_BYTES)
     gpu = int(available * limits.ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory)
@@ -135,7 +135,9 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - limits.LATER_BYTES
         gpu = free if config.fast_memory is None else min(gpu, free)
     disk = config.disk_memory
-    if disk is None:
+    if disk is None and stated is not None:
+        disk = stated[1] if wants_disk else 0
+    elif disk is None:
         disk = limits.free_disk_bytes(config.disk_path or limits.default_disk_path()) if wants_disk else 0
     return Bounds(gpu, host, int(disk))
 

@@ -20,6 +20,7 @@ from vblackwell.generate.load import model_on_meta
 from vblackwell.kernels.fp4.w4a8 import FP8_CAPABILITY
 from vblackwell.machine.device import BF16_CAPABILITY, choose_device, choose_precision, has_bf16
 from vblackwell.machine.gpus import context_bytes, find_gpu
+from vblackwell.machine.limits import stated_beside
 from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.config import PRESETS, DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
@@ -33,6 +34,7 @@ from vblackwell.train.auto import bounds_of, make_training_plan, plan_on
 from vblackwell.train.config import TrainConfig, flag_of, resolve
 from vblackwell.train.defaults import Facts, choose
 from vblackwell.train.model import TrainableModel, check_length, check_rows, convert_linears, preset_model, trainable
+from vblackwell.units import format_bytes
 
 OTHERS = ("optimizer", "gpu_memory", "gpus", "topology", "html", "expandable_segments", "advice")  # of vb estimate
 
@@ -84,7 +86,12 @@ def _plan(config: TrainConfig, gpu: str | None, say: Callable[[str], None]) -> t
     if card is None:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine, without a GPU"
         return where, count, make_training_plan(config, model, dtype, device, say)
-    room, here = card.total_bytes - context_bytes(card.capability), bounds_of(config, torch.device("cpu"))
+    room, stated = card.total_bytes - context_bytes(card.capability), stated_beside(card)
+    if stated is not None and (config.host_memory is None or (config.has_disk and config.disk_memory is None)):
+        ram, disk = map(format_bytes, stated)
+        said = f"{ram} of RAM and {disk} of disk next to a card that this machine lacks"
+        say(f"assumes {said}: --ram and --disk change it")
+    here = bounds_of(config, torch.device("cpu"), stated)
     bounds = replace(here, gpu=room if config.fast_memory is None else min(int(config.fast_memory), room))
     machine = Machine(bounds, rates_of(card), capability=card.capability)
     return card.name, count, plan_on(machine, config, model, dtype, card.num_sms)
