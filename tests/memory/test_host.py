@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -302,6 +303,33 @@ def test_a_slab_whose_pages_have_not_begun_is_given_up_at_once_and_can_be_taken_
     slow_pages.let_one_come(2)
     assert not level.view(waiting).any() and not level.view(coming).any()
     assert slow_pages.order == [2 * MiB, 5 * MiB] and len(slow_pages.registered) == 2
+    level.close()
+
+
+def test_a_small_slab_waits_for_no_pages_of_a_large_one(monkeypatch: pytest.MonkeyPatch):
+    """The level is locked meanwhile, and a slab of gigabytes takes seconds."""
+    touch, begun, may_come = host_module._touch, threading.Semaphore(0), threading.Event()
+
+    def slowly(pages: torch.Tensor) -> None:
+        if pages.untyped_storage().nbytes() > 8 * MiB:
+            begun.release()
+            assert may_come.wait(60)
+        touch(pages)
+
+    monkeypatch.setattr(host_module, "_touch", slowly)
+    monkeypatch.setattr(host_module, "_register", lambda *args: None)
+    monkeypatch.setattr(host_module, "BACKGROUND_BYTES", 4 * MiB)
+    monkeypatch.setattr(host_module, "_FAULT_THREADS", 2)
+    level = HostLevel(32 * MiB, pin=True)
+    large = level.allocate(16 * MiB)
+    assert all(begun.acquire(timeout=60) for _ in range(min(2, len(os.sched_getaffinity(0)))))
+    with ThreadPoolExecutor(1) as other:
+        small = other.submit(lambda: level.view(level.allocate(4 * MiB)))
+        try:
+            assert small.result(30).numel() == 4 * MiB and not level.is_resident(large)
+        finally:
+            may_come.set()
+    assert level.view(large).numel() == 16 * MiB
     level.close()
 
 

@@ -146,7 +146,7 @@ class PageThread:
     one is waited for."""
 
     def __init__(self, numa_node: int | None = None) -> None:
-        self.faults = _FaultThreads(numa_node)
+        self._faults = _FaultThreads(numa_node)
         self._thread = ThreadPoolExecutor(1, "vblackwell-pages", initializer=_spare_captures)
         self._lock = threading.Lock()
         self._waiting = OrderedDict[Future[None], BringPages]()
@@ -181,7 +181,7 @@ class PageThread:
             while self._waiting:
                 self._waiting.popitem()[0].cancel()
         self._thread.shutdown()
-        self.faults.close()
+        self._faults.close()
 
     def _start_next(self) -> None:
         """Give the thread one slab, if it has none: where Python ends, it waits for that one, not for all."""
@@ -199,7 +199,7 @@ class PageThread:
             future, bring_pages = self._waiting.popitem(last=False) if self._waiting else (None, None)
         if future is not None and bring_pages is not None:
             try:
-                bring_pages(self.faults)
+                bring_pages(self._faults)
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
@@ -328,11 +328,11 @@ class HostLevel(Level):
         if slab.bytes is None:
             with self._lock:
                 if slab.bytes is None:
-                    mapped, bring_pages = _map(slab.size, self._numa_node, self._pin)
                     if self._pin and slab.size > BACKGROUND_BYTES:
+                        mapped, bring_pages = _map(slab.size, self._numa_node, self._pin)
                         slab.pages = self._page_thread.submit(bring_pages)
-                    else:
-                        bring_pages(self._page_thread.faults)
+                    else:  # by threads of its own: those of large slabs may be busy for seconds
+                        mapped = map_slab(slab.size, numa_node=self._numa_node, pin=self._pin)
                     slab.bytes = mapped
 
     def is_resident(self, extent: Extent) -> bool:
