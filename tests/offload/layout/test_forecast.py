@@ -110,6 +110,14 @@ def test_the_cpu_updates_what_it_can_in_time():
     assert chosen(1e9, 8) == 0
 
 
+@pytest.mark.parametrize("micro_batches", [2, 9, 40])
+def test_a_slow_cpu_is_left_with_sums_alone(micro_batches: int):
+    """Simulated steps are shorter than it takes to add up here: no step waits for the last sums of one group."""
+    updates = fastest_updates(linears(1), spaces([64 * MiB, GiB], on_gpu=True), StreamingOptions(), lambda: (5e9, 2e7))
+    assert updates(micro_batches, True) == 0
+    assert updates(micro_batches, True, None, (0.0, 1.0)) == 0
+
+
 def test_rates_count_as_they_were_measured():
     """The share of the shortest step of a machine whose link is slowed down by updates once, and whose CPU does what it
     did beside copies. A link of 0.9 or a CPU of 0.7 of that would choose another share.
