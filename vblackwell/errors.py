@@ -101,8 +101,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path) -> str:
-    """The same for a ``path`` that is not there, among what its folder has."""
-    return nearest(path.name, [found.name for found in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    """The same for a ``path`` that is not there, among what its folder has; empty where that cannot be listed."""
+    try:
+        return nearest(path.name, [found.name for found in path.parent.iterdir()])
+    except OSError:
+        return ""
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:

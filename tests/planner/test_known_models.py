@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -107,3 +110,17 @@ def test_a_hub_id_without_a_network_is_refused_at_once(command, offline, tmp_pat
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert reason in done.stderr and "run `hf download owner/name --local-dir DIR`" in done.stderr
     assert time.monotonic() - began < 10  # of which a busy machine takes most; huggingface_hub tries for 25
+
+
+def test_a_folder_that_cannot_be_listed_is_no_reason_to_say_something_else(tmp_path, monkeypatch):
+    (tmp_path / "modell").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"'model' is unknown; .*; did you mean 'modell'\?"):
+        find_model("model", {}, 8)
+
+    def refuse(folder: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ConfigurationError, match=r"'model' is unknown; .*module:factory$"):
+        find_model("model", {}, 8)
