@@ -333,3 +333,14 @@ def test_a_13b_is_nowhere_faster_than_an_8b(card: str):
     assert len(pairs) >= 4
     for less, more in pairs:
         assert isinstance(less, Fit) and more.tokens_per_second < less.tokens_per_second, more.task
+
+
+def test_lines_are_broken_between_words_where_a_terminal_is_narrow(monkeypatch, capsys):
+    """Paths, flags and commands are copied."""
+    monkeypatch.setenv("COLUMNS", "24")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    path, command = "/a/folder/of/a/model/somewhere", "  run: vb generate --model /a/folder --prompt text"
+    what_fits_command._show([f"  assumes {path} and checkpoint-free --host-memory", "", command])
+    eight = " " * 8
+    shown = ["  assumes", f"{eight}{path}", f"{eight}and", f"{eight}checkpoint-free", f"{eight}--host-memory"]
+    assert capsys.readouterr().out.split("\n") == [*shown, "", command, ""]

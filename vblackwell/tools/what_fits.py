@@ -84,9 +84,11 @@ def ways_command(
 def _show(lines: Sequence[str]) -> None:
     """Print them, on a terminal broken between words; a command stays whole, to be copied."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    # Paths and flags are copied too.
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     for line in lines:
         whole = len(line) <= width or " vb " in line
-        print(*([line] if whole else textwrap.wrap(line, width, subsequent_indent=" " * 8)), sep="\n")
+        print(*([line] if whole else wrapper.wrap(line)), sep="\n")
 
 
 def best_of(found: Mapping[str, what_fits.Fit | Lacking]) -> list[str]:
