@@ -4,7 +4,7 @@ of the host with as many numbers as attention's kernels take, as much as the res
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,14 @@ def know_triton() -> None:
         from triton.runtime import cache
     except ImportError:
         return
-    threading.Thread(target=getattr(cache, "triton_key", lambda: None), daemon=True).start()
+    compute = getattr(cache, "triton_key", None)
+    if compute is not None:
+        threading.Thread(target=_quietly, args=(compute,), daemon=True).start()
+
+
+def _quietly(compute: Callable[[], object]) -> None:
+    with suppress(Exception):  # which the first launch raises again
+        compute()
 
 
 class Launch(NamedTuple):

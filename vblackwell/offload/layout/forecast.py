@@ -25,7 +25,7 @@ from vblackwell.offload.layout.groups import (
     num_elements,
     passing_bytes,
 )
-from vblackwell.offload.layout.lanes import STEPS, GroupWork, LanePlan, least_seconds, simulate
+from vblackwell.offload.layout.lanes import GroupWork, LanePlan, least_seconds, simulate
 from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_groups, place_streamed
 from vblackwell.offload.layout.storage_plan import LevelSpace, StoragePlan
 from vblackwell.trace.trace import Trace, peak_with_gradients
@@ -35,9 +35,6 @@ LOADED = 0.3  # of level 0 for weights, where nothing else says how much: what s
 ALIKE = 1.01  # of steps this close the one with the smaller share: one too large costs more than one too small
 MANY = 16  # micro-batches: with more the CPU is as busy adding up, and a simulation takes longer
 HALVINGS = 6  # of the interval in which a micro-batch's compute is sought
-# Of a simulation to choose by. Some steps take turns, a short one and a long one; those of so many micro-batches take
-# as long as the second to half a percent.
-LONG, LONG_STEPS = 8, 2
 COARSE_PIECES = 6  # of a ring of states: more take longer to simulate and choose the same
 
 Asked = tuple[LanePlan, Rates]
@@ -331,10 +328,9 @@ class FastestUpdates:
 
     def _seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
         """Of a step; without memory for it endless. Simulated steps may take less than the CPU works: it adds the sums
-        of a rollback up after the last of them, as none waits for these, and of two steps it has only begun one."""
-        steps = STEPS if micro_batches < LONG else LONG_STEPS
+        of a rollback up after the last of them, as none waits for these."""
         asked = self._asked(share, micro_batches, undo, cpu, compute)
-        return math.inf if asked is None else max(simulate(*asked, steps).step_seconds, least_seconds(*asked))
+        return math.inf if asked is None else max(simulate(*asked).step_seconds, least_seconds(*asked))
 
     def _least_seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
         asked = self._asked(share, micro_batches, undo, cpu, compute)

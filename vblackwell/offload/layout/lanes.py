@@ -95,14 +95,14 @@ class LaneTimes:
     disk_bytes: float = 0.0
 
 
-def _run(plan: LanePlan, rates: Rates, steps: int = STEPS) -> tuple[list[float], list[Span]]:
-    """When each of ``steps`` steps ends, and what each lane did; ValueError for an empty one."""
+def _run(plan: LanePlan, rates: Rates) -> tuple[list[float], list[Span]]:
+    """When each of `STEPS` steps ends, and what each lane did; ValueError for an empty one."""
     if not plan.groups or plan.micro_batches < 1:
         raise ValueError(f"a step of {plan.micro_batches} micro-batches and {len(plan.groups)} groups is empty")
     collects = gc.isenabled()
     gc.disable()  # thousands of tasks, and no circle: a collection would go through all that the process has
     try:
-        return Clock(Graph(plan, rates, steps)).run()
+        return Clock(Graph(plan, rates, STEPS)).run()
     finally:
         if collects:
             gc.enable()
@@ -121,11 +121,10 @@ def spans(plan: LanePlan, rates: Rates) -> dict[str, list[tuple[float, float]]]:
 
 
 @functools.lru_cache(maxsize=64)  # choices of a forecast may differ in nothing that a lane does
-def simulate(plan: LanePlan, rates: Rates, steps: int = STEPS) -> LaneTimes:
-    """Run ``steps`` steps and count all but the first two, of two the second; ValueError for an empty one."""
-    ends, busy = _run(plan, rates, steps)
-    skipped = min(2, steps - 1)
-    begin, end, counted = ends[skipped - 1], ends[-1], steps - skipped
+def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
+    """Run `STEPS` steps and count all but the first two; ValueError for an empty one."""
+    ends, busy = _run(plan, rates)
+    begin, end, counted = ends[1], ends[-1], STEPS - 2
     shares, moved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
     for lane, start, stop, num_bytes in busy:
         if start < end and stop > begin and (inside := min(stop, end) - max(start, begin)) > 0:
