@@ -105,6 +105,16 @@ def test_every_way_of_a_large_model_takes_15_seconds_of_a_cpu(model, card):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["RTX 3070", "A100 80GB"])
+def test_the_largest_models_of_a_card_take_15_seconds_of_a_cpu(card):
+    """As above, of the cards that take the longest."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "vblackwell", "estimate", "--gpu", card], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
+
+
 def test_a_folder_and_its_config_are_the_same_model(place):
     folder = place.folder / "model"
     folder.mkdir()

@@ -99,6 +99,18 @@ def test_adapters_need_less_than_training(known):
     assert row_of(adapters)[0] == "train adapters over FP4" and row_of(adapters)[6] == "-"
 
 
+def test_what_is_fast_enough_is_not_taken_to_be_too_slow(monkeypatch):
+    """By the bytes that each pass reads from a disk."""
+    answers, here = WhatFits(("mixtral-8x7b",)), place(7.4 * GiB, host=24 * GiB, disk=500 * GiB)
+    monkeypatch.setitem(MIN_SPEED, "adapters", 0.0)
+    slow = answers.fit("adapters", "mixtral-8x7b", here)
+    assert isinstance(slow, Fit) and slow.how.startswith("streamed, disk busiest")
+    monkeypatch.setitem(MIN_SPEED, "adapters", slow.tokens_per_second)
+    assert answers.fit("adapters", "mixtral-8x7b", here) == slow
+    monkeypatch.setitem(MIN_SPEED, "adapters", 4 * slow.tokens_per_second)
+    assert answers.fit("adapters", "mixtral-8x7b", here) is None
+
+
 def test_the_answer_for_a_card(monkeypatch, capsys):
     def few(**more: Any) -> WhatFits:
         return WhatFits({"tiny-a": {**KNOWN_MODELS["tiny-a"], "num_hidden_layers": 1}}, **more)

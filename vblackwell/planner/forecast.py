@@ -113,6 +113,7 @@ class Forecast:
         self._groups = functools.cache(lambda formats: find_groups(self.model, None, None, formats))
         self._resident_bytes = functools.cache(lambda formats: bytes_when_resident(self.model, None, formats))
         self._updates = functools.cache(self._fastest_updates)
+        self._token_bytes = functools.cache(lambda: checkpoint_bytes(self.model, 1))
         # Asked for twice: whether a disk is used, and to predict.
         self._placed: dict[tuple[Machine, Choice], Placed | Lacking] = {}
 
@@ -349,13 +350,21 @@ class Forecast:
         needed = free if resident > 0 else min(free, ring + slack + weights + 2 * largest)
         return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=resident)
 
+    def least_activations(self, choice: Choice) -> int:
+        """Bytes of inputs of checkpointed layers that are on level 0 at once, known without a trace."""
+        if choice.activations == "host" or not choice.checkpointing:
+            return 0
+        widest = max(param.element_size() for param in self._parameters)  # perhaps a scale in fp32
+        inputs = self._input_bytes(choice) // widest * min(widest, self.run.dtype.itemsize)
+        return inputs * len(layers_of(self.groups(choice)))
+
     def step_bytes(self, choice: Choice, trace: Trace) -> int:
         """Activations, logits, workspace, and a parameter's gradient before its group's buffer takes it."""
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         return step_bytes(trace, self.groups(choice), inputs, self.machine.bounds.gpu, on_gpu=self.machine.has_gpu)
 
     def _input_bytes(self, choice: Choice) -> int:
-        return checkpoint_bytes(self.model, choice.batch_size * self.run.seq_length)
+        return self._token_bytes() * choice.batch_size * self.run.seq_length
 
 
 @dataclass(frozen=True)

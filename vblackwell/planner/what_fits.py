@@ -36,9 +36,9 @@ from vblackwell.offload.layout.generation import (
     workspace_bytes,
 )
 from vblackwell.offload.layout.groups import EXACT, find_groups
-from vblackwell.planner.forecast import Forecast, Machine, Placed
+from vblackwell.planner.forecast import RESIDENT_P99, Forecast, Machine, Placed
 from vblackwell.planner.known_models import KNOWN_MODELS, NUM_PARAMETERS
-from vblackwell.planner.memory_estimate import Run, allocatable_bytes
+from vblackwell.planner.memory_estimate import P99_BYTES, Run, allocatable_bytes
 from vblackwell.planner.model_spec import of_config, packed_in
 from vblackwell.planner.placement import FAST, Choice, Lacking, Space, lane_words
 from vblackwell.trace.allocator import replay
@@ -144,10 +144,19 @@ class WhatFits:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
         if not self._is_candidate(task, name, place, only_resident):
             return None
-        found = self._way(task, name, place, ("resident",) if only_resident else PLACEMENTS)
+        placements = ("resident",) if only_resident else PLACEMENTS
+        found = self._way(task, name, place, placements, fast_enough=MIN_SPEED[task])
         return None if isinstance(found, Lacking) or (only_resident and not found.resident) else found
 
-    def _way(self, way: str, name: str, place: Machine, placements: tuple[str, ...] = PLACEMENTS) -> Fit | Lacking:
+    def _way(
+        self,
+        way: str,
+        name: str,
+        place: Machine,
+        placements: tuple[str, ...] = PLACEMENTS,
+        fast_enough: float = 0.0,
+    ) -> Fit | Lacking:
+        """``fast_enough``: below so many tokens a second it may say no more than that."""
         self._say(f"{words_of(way, place)}: {name}")
         task, _, kind = way.partition("-")
         try:
@@ -155,7 +164,7 @@ class WhatFits:
                 return self._plain(name, place)
             if task == "run":
                 return self._run(way, name, place, packed=not kind)
-            return self._train(way, name, place, (kind,) if kind in PLACEMENTS else placements)
+            return self._train(way, name, place, (kind,) if kind in PLACEMENTS else placements, fast_enough)
         except Unsupported as error:
             return Lacking(f"is refused: {error}")
 
@@ -168,8 +177,10 @@ class WhatFits:
         room = bounds.gpu + (0 if only_resident else bounds.host + bounds.disk)
         if state > room or (only_resident and trains and parameters * _resident_bytes(place) > room):
             return False
-        if only_resident and not trains and self.packed_bytes(name) > room:
-            return False
+        if only_resident and not trains:
+            margin = (RESIDENT_P99, P99_BYTES) if task == "adapters" and place.has_gpu else (1.0, 0)
+            if int(self.packed_bytes(name) * margin[0]) + margin[1] > room:
+                return False
         if task == "run":
             passing = state - bounds.gpu
             return passing <= 0 or rates.up / passing >= MIN_SPEED[task]
@@ -216,7 +227,9 @@ class WhatFits:
         precision = "bf16" if on_gpu and not plain else "fp32"
         return Run(spec, length, precision=precision, checkpointing=not plain, capability=TRACED, expandable=True)
 
-    def _train(self, way: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | Lacking:
+    def _train(
+        self, way: str, name: str, place: Machine, placements: tuple[str, ...], fast_enough: float
+    ) -> Fit | Lacking:
         kind = way if way.startswith("adapters") else "train"
         bounds, parameters = place.bounds, self.parameters(name)
         if kind == "train":  # what needs no trace to be said
@@ -231,16 +244,24 @@ class WhatFits:
         if placements == ("resident",) and isinstance(lacking := forecast.predict(least), Lacking):
             return lacking
         # No trace where not even without activations there is room.
-        lacks = {batch: _lacks_at_least(forecast, least, batch, placements) for batch in BATCHES}
+        on_level0 = replace(least, activations="level0")
+        lacks = {batch: _lacks_at_least(forecast, on_level0, batch, placements) for batch in BATCHES}
         batches = [batch for batch, found in lacks.items() if found is None]
         if not batches:
             return next(found for found in lacks.values() if found is not None)
         middle = replace(least, batch_size=batches[len(batches) // 2][0])
         trace, growing = forecast.trace(True, middle.batch_size), GROWS / middle.batch_size
         growing *= forecast.step_bytes(middle, trace) - forecast.step_bytes(least, NOTHING)
-        for batch, activations in itertools.product(batches, ("level0", "host")):  # checkpoints in RAM if they must
-            if place.has_gpu and batch[0] > middle.batch_size and batch[0] * growing > bounds.gpu:
-                continue  # not worth a trace
+        kept = ("level0", "host") if "streamed" in placements else ("level0",)  # checkpoints in RAM if they must
+        for batch, activations in itertools.product(batches, kept):
+            tokens = batch[0] * batch[1] * run.seq_length
+            if _least_disk_seconds(forecast, least, batch) * fast_enough > tokens:
+                return Lacking("is too slow")  # as are those of fewer sequences
+            if place.has_gpu and batch[0] > middle.batch_size:  # is it worth a trace?
+                tried = replace(least, batch_size=batch[0], activations=activations)
+                taken = max(batch[0] * growing, forecast.least_activations(tried))
+                if taken > bounds.gpu or _lacks_at_least(forecast, tried, batch, placements):
+                    continue
             space = Space((batch,), (True,), placements, activations=(activations,))
             try:
                 plan = forecast.plan(space, in_full=False)
@@ -357,13 +378,21 @@ def _lacks_at_least(
     """What ``choice`` with such steps lacks on a GPU even without activations, wherever it is updated."""
     if not forecast.machine.has_gpu:
         return None
-    one = replace(choice, batch_size=batch[0], accumulation_steps=batch[1], activations="level0")
+    one = replace(choice, batch_size=batch[0], accumulation_steps=batch[1])
     found: Placed | Lacking | None = None
     for placement, update in itertools.product(placements, ("host", "device", "auto")):  # the last takes seconds
         found = forecast.place(replace(one, placement=placement, update=update), NOTHING)
         if not isinstance(found, Lacking):
             return None
     return found
+
+
+def _least_disk_seconds(forecast: Forecast, choice: Choice, batch: tuple[int, int]) -> float:
+    """Of a step that reads, in each forward and each backward, the weights that neither RAM nor the GPU holds and no
+    earlier pass left on the GPU."""
+    bounds = forecast.machine.bounds
+    read = sum(group.num_bytes for group in forecast.groups(choice)) - bounds.host - 2 * bounds.gpu
+    return 2 * batch[1] * max(0, read) / forecast.machine.rates.disk_read
 
 
 def _resident_bytes(place: Machine) -> float:
