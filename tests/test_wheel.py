@@ -50,8 +50,10 @@ def vb(installed: Path, *words: str, cwd: Path) -> str:
 
 
 def tracked() -> list[str]:
-    """The files that the wheel is made of, without what the build or a test leaves next to them."""
-    return run("git", "ls-files", "-z", *SOURCES, cwd=ROOT).rstrip("\0").split("\0")
+    """The files that the wheel is made of, without what the build or a test leaves next to them; new ones too, which
+    the index of a copy of the checkout may not know."""
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SOURCES, cwd=ROOT)
+    return [name for name in names.rstrip("\0").split("\0") if (ROOT / name).exists()]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import sysconfig
 import venv
 from collections.abc import Callable, Iterator, Mapping
@@ -56,7 +57,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         copy.write_bytes((ROOT / name).read_bytes())
     venv.create(folder / "env", symlinks=True)
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
-    (packages / "needed.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    standard = Path(sysconfig.get_path("stdlib"))
+    needed = [
+        path
+        for path in sys.path
+        if path and Path(path).is_dir() and Path(path) not in (ROOT, standard, standard / "lib-dynload")
+    ]
+    (packages / "needed.pth").write_text("\n".join(needed) + "\n", encoding="utf-8")
     _, *words = as_written(page_on(80), "pip install", {})
     offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
     programs = folder / "env" / "bin"

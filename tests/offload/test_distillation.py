@@ -123,9 +123,10 @@ def test_level0_size_changes_no_bit_on_a_gpu(written, monkeypatch):  # noqa: F81
     """In bf16 with fp32 masters: level 0 keeps a few layers of each model, or both whole."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    folder = written("llama")
     try:
         with sdpa_kernel(SDPBackend.MATH):
-            tight, wide = (distilled(written("llama"), room, "cuda:0") for room in ("64KiB", "32MiB"))
+            tight, wide = (distilled(folder, room, "cuda:0") for room in ("64KiB", "32MiB"))
     finally:
         torch.use_deterministic_algorithms(False)
     assert tight[0] > tight[STEPS - 1]

@@ -427,21 +427,21 @@ def test_a_batch_beyond_the_cap_is_refused_before_its_forward(accelerate: bool):
         enable_vgpu_stack_optimization(model, stack, placement="streamed", accelerate=accelerate)
         optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
 
-        def step(count: int) -> float:
-            tokens = torch.randint(4096, (count, 256), generator=torch.Generator().manual_seed(0)).cuda()
+        def step(tokens: torch.Tensor) -> float:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             return loss.item()
 
+        rows = torch.randint(4096, (2048, 256), generator=torch.Generator().manual_seed(0)).cuda()
         before = torch.cuda.memory_allocated()
         with pytest.raises(InsufficientMemory, match="2048 sequences of 256 tokens .* 1.00 GiB: ") as refused:
-            step(2048)
+            step(rows)
         assert torch.cuda.memory_allocated() == before
         most = int(str(refused.value).split("give at most ")[1].split()[0])
         assert 8 <= most < 2048
         torch.cuda.reset_peak_memory_stats()
-        assert step(most * 4 // 5) > step(most * 4 // 5)
+        assert step(rows[: most * 4 // 5]) > step(rows[: most * 4 // 5])
         assert torch.cuda.max_memory_reserved() <= 1 << 30
         release(model)
