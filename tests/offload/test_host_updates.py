@@ -329,14 +329,16 @@ class Updates(FastestUpdates):
         super().__init__({}, 0.0, cpu)
         self.place, self.asked = place, list[tuple[int, bool, float]]()
 
-    def __call__(self, micro_batches: int, undo: bool, cpu: float | None = None, shown: Any = None) -> Any:
+    def __call__(self, micro_batches: int, undo: bool, cpu: Any = None, shown: Any = None, clips: bool = False) -> Any:
         self.asked.append((micro_batches, undo, cpu or self.cpu))
-        return self.place(cpu or self.cpu)
+        return self.place(cpu or self.cpu) / 2 if clips else self.place(cpu or self.cpu)
 
 
-def looks(updates: FastestUpdates, rates: list[float], seconds: float = 1.0) -> tuple[HostShare, dict[int, Any]]:
-    """What is found after each step whose updates have the next of ``rates``; steps after which nothing is asked are
-    left out. What is found is done.
+def looks(
+    updates: FastestUpdates, rates: list[float], seconds: float = 1.0, clips: range = range(0)
+) -> tuple[HostShare, dict[int, Any]]:
+    """What is found after each step whose updates have the next of ``rates``, and which of them clip; steps after which
+    nothing is asked are left out. What is found is done.
     """
     total = [0, 0.0]
     share, found = HostShare(updates, lambda: (total[0], total[1])), dict[int, Any]()
@@ -345,7 +347,7 @@ def looks(updates: FastestUpdates, rates: list[float], seconds: float = 1.0) -> 
         total[0] += int(rate * seconds)
         total[1] += seconds
         if step >= share.next_look:
-            found[step] = share.again(step, 1, True)
+            found[step] = share.again(step, 1, True, step in clips)
             if found[step] is not None:
                 share.moved(found[step], step)
     return share, found
@@ -380,6 +382,12 @@ def test_a_rate_that_changes_later_is_met():
     assert found == {2: None, 5: None, 10: None, 20: 0.5}
 
 
+def test_steps_that_clip_have_a_share_of_their_own():
+    """From the next look on, by the same rate; and those that no longer do."""
+    _, found = looks(Updates(1000.0, lambda cpu: cpu / 4000), [1000.0] * 40, clips=range(3, 15))
+    assert found == {2: None, 5: 0.125, 7: None, 10: None, 20: 0.25, 22: None, 40: None}
+
+
 @pytest.mark.parametrize(
     ("rate", "seconds", "place"),
     [
@@ -401,7 +409,7 @@ def test_of_several_micro_batches_seconds_are_shown_though_the_rate_is_as_it_was
     asked, now = list[Any](), [0.0]
 
     class Shown(Updates):
-        def __call__(self, micro_batches: int, undo: bool, cpu: Any = None, shown: Any = None) -> Any:
+        def __call__(self, micro_batches: int, undo: bool, cpu: Any = None, shown: Any = None, clips: Any = 0) -> Any:
             asked.append((micro_batches, cpu, shown))
             return 0.0 if shown is None else 0.3
 
@@ -507,7 +515,9 @@ def test_a_run_moves_updates_when_its_steps_show_another_rate(
         ours.num_steps_seen += 1
     first, last = places[0], places[-1]
     assert all(each == first for each in places[:looked]) and all(each == last for each in places[looked:])
-    assert set(last) < set(first) if faster > 1 else set(last) > set(first)
+    size = {group.name: group.num_bytes for group in engine.groups}
+    after, before = (sum(map(size.__getitem__, each)) for each in (last, first))
+    assert after < before if faster > 1 else after > before
     assert equal(model, plain)
 
 

@@ -468,7 +468,8 @@ class Offload:
         control, share = self.step_control, self.host_share
         share.begin(control.num_steps)
         if control.num_steps >= share.next_look and control.between_steps and self._placed.on_level0:
-            place = share.again(control.num_steps, control.source.accumulation_steps, control.source.undo)
+            source, clips = control.source, control.clipping.expected
+            place = share.again(control.num_steps, source.accumulation_steps, source.undo, clips)
             if place is not None:
                 control.divide_anew(self._placed.updated(place))
                 share.moved(place, control.num_steps)

@@ -34,7 +34,7 @@ class HostShare:
         self._since: tuple[int, float] | None = None  # what had been updated when steps began to count
         self._begun: tuple[int, float] | None = None  # of the latest step its number, and the time
         self._seconds = deque[float](maxlen=MOST_STEPS)
-        self._step = 0.0  # seconds of steps by which the place was chosen
+        self._step, self._clips = 0.0, False  # seconds of steps by which the place was chosen, and whether they clipped
         self._then, self.next_look = LOOKS, NEW
         self.place: Update | None = None
         self.rates = list[tuple[float, Update]]()
@@ -51,9 +51,10 @@ class HostShare:
                 self._seconds.append((now - before[1]) / (num_steps - before[0]))
             self._begun = num_steps, now
 
-    def again(self, num_steps: int, micro_batches: int, undo: bool) -> Update | None:
-        """After so many steps: another place than now if steps have shown a rate that gives one, else None; simulates
-        then, for a part of a second. The caller says with `moved` that it is so.
+    def again(self, num_steps: int, micro_batches: int, undo: bool, clips: bool = False) -> Update | None:
+        """After so many steps: another place than now if steps have shown a rate that gives one, or clip (``clips``)
+        and did not before, or the other way, else None; simulates then, for a part of a second. The caller says with
+        `moved` that it is so.
         """
         before, self._since = self._since, self._updated()
         if before is None:  # of several micro-batches later, as the first steps' seconds are not yet the others'
@@ -67,11 +68,12 @@ class HostShare:
         rate = count / seconds if seconds >= MIN_SECONDS else self._cpu
         step = statistics.median(self._seconds or [self._step])  # some have an evaluation beside them
         if abs(rate / self._cpu - 1) <= UNLIKE:
-            if micro_batches == 1 or abs(step - self._step) <= UNLIKE * self._step:
+            alike = micro_batches == 1 or abs(step - self._step) <= UNLIKE * self._step
+            if alike and clips == self._clips:
                 return None
             rate = self._cpu
-        place = self._updates(micro_batches, undo, rate, (self.place, step))
-        self._cpu, self._step = rate, step
+        place = self._updates(micro_batches, undo, rate, (self.place, step), clips)
+        self._cpu, self._step, self._clips = rate, step, clips
         return None if isinstance(place, str) or abs(place - self.place) < MIN_CHANGE else place
 
     def moved(self, place: Update, num_steps: int) -> None:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -36,6 +37,17 @@ ALIKE = 1.01  # of steps this close the one with the smaller share: one too larg
 MANY = 16  # micro-batches: with more the CPU is as busy adding up, and a simulation takes longer
 HALVINGS = 6  # of the interval in which a micro-batch's compute is sought
 COARSE_PIECES = 6  # of a ring of states: more take longer to simulate and choose the same
+
+
+class Step(NamedTuple):
+    """Of so many micro-batches, whose updates can be rolled back (``undo``); the CPU updates so many parameters/s.
+    ``clips``: no update begins before the norm is known."""
+
+    micro_batches: int
+    undo: bool
+    cpu: float
+    clips: bool = False
+
 
 Asked = tuple[LanePlan, Rates]
 Update = str | float  # a place, or the share of the parameters that the host updates
@@ -265,48 +277,53 @@ class FastestUpdates:
         self.cpu = cpu
         self._placed, self._link, self._place = placed, link, place
         # No functools.cache, whose circle keeps groups alive.
-        self._found: dict[tuple[int, bool, float], float] = {}
+        self._found: dict[Step, float] = {}
         self._lanes: dict[tuple[float, int, bool], LanePlan | None] = {}
 
     def __call__(
-        self, micro_batches: int, undo: bool, cpu: float | None = None, shown: tuple[float, float] | None = None
+        self,
+        micro_batches: int,
+        undo: bool,
+        cpu: float | None = None,
+        shown: tuple[float, float] | None = None,
+        clips: bool = False,
     ) -> Update:
         """``shown``: the share and the seconds of the last steps, by which what the GPU computes is known. Of several
         micro-batches that decides: the CPU adds gradients up all the time, and updates where compute hides it. That
-        share is kept where it is as good.
+        share is kept where it is as good. ``clips``: steps do, so that the CPU begins when the norm is known, and has
+        less of the step's time than of one that does not.
         """
         if not self._placed:
             return self._place
-        asked = micro_batches, undo, cpu or self.cpu
+        step = Step(micro_batches, undo, cpu or self.cpu, clips)
         if shown is not None and micro_batches > 1:
-            return self._better(*asked, *shown)
-        if asked not in self._found:
-            self._found[asked] = self._fastest(*asked)
-        return self._found[asked]
+            return self._better(step, *shown)
+        if step not in self._found:
+            self._found[step] = self._fastest(step)
+        return self._found[step]
 
-    def _better(self, micro_batches: int, undo: bool, cpu: float, share: float, seconds: float) -> float:
+    def _better(self, step: Step, share: float, seconds: float) -> float:
         now = min(self._placed, key=lambda each: abs(each - share))
-        compute = self._compute(now, micro_batches, undo, cpu, seconds)
-        asked = micro_batches, undo, cpu, compute
-        best = self._fastest(*asked)
-        return share if self._seconds(now, *asked) <= ALIKE * self._seconds(best, *asked) else best
+        compute = self._compute(now, step, seconds)
+        best = self._fastest(step, compute)
+        return share if self._seconds(now, step, compute) <= ALIKE * self._seconds(best, step, compute) else best
 
-    def _compute(self, share: float, micro_batches: int, undo: bool, cpu: float, seconds: float) -> float:
+    def _compute(self, share: float, step: Step, seconds: float) -> float:
         """Seconds of a micro-batch's compute with which a step with this ``share`` takes as long as steps did."""
-        count = min(micro_batches, MANY)  # as many seconds more one more of a micro-batch's compute costs at most
+        count = min(step.micro_batches, MANY)  # as many seconds more one more of a micro-batch's compute costs at most
         least, most = 0.0, seconds / count
         shorter, longer = least, most  # up to this one a step is known to be shorter, from that one on longer
         for _ in range(HALVINGS):
             middle = (least + most) / 2
             if shorter < middle < longer:
-                more = (self._seconds(share, micro_batches, undo, cpu, middle) - seconds) / count
+                more = (self._seconds(share, step, middle) - seconds) / count
                 shorter, longer = (shorter, middle - more) if more >= 0 else (middle - more, longer)
             least, most = (least, middle) if middle >= longer else (middle, most)
         return least
 
-    def _asked(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> Asked | None:
+    def _asked(self, share: float, step: Step, compute: float) -> Asked | None:
         """What a step asks of the lanes, and their rates; None without memory for it."""
-        key = share, min(micro_batches, MANY), undo
+        key = share, min(step.micro_batches, MANY), step.undo
         if key not in self._lanes:
             try:
                 phases = {"forward": 0.25, "backward": 0.75}  # with checkpoints
@@ -320,29 +337,28 @@ class FastestUpdates:
             return None
         # With an endless disk: where one bounds a step, all shares would seem alike.
         passing = self._link, self._link, self._link, self._link
-        rates = Rates(math.inf, math.inf, math.inf, *passing, cpu, disk_read=math.inf, disk_write=math.inf)
+        rates = Rates(math.inf, math.inf, math.inf, *passing, step.cpu, disk_read=math.inf, disk_write=math.inf)
         groups = (
             replace(each, forward=compute * each.forward, backward=compute * each.backward) for each in lanes.groups
         )
-        return replace(lanes, groups=tuple(groups)), rates
+        return replace(lanes, groups=tuple(groups), clips=step.clips), rates
 
-    def _seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
+    def _seconds(self, share: float, step: Step, compute: float) -> float:
         """Of a step; without memory for it endless. Simulated steps may take less than the CPU works: it adds the sums
         of a rollback up after the last of them, as none waits for these."""
-        asked = self._asked(share, micro_batches, undo, cpu, compute)
+        asked = self._asked(share, step, compute)
         return math.inf if asked is None else max(simulate(*asked).step_seconds, least_seconds(*asked))
 
-    def _least_seconds(self, share: float, micro_batches: int, undo: bool, cpu: float, compute: float) -> float:
-        asked = self._asked(share, micro_batches, undo, cpu, compute)
+    def _least_seconds(self, share: float, step: Step, compute: float) -> float:
+        asked = self._asked(share, step, compute)
         return math.inf if asked is None else least_seconds(*asked)
 
-    def _fastest(self, micro_batches: int, undo: bool, cpu: float, compute: float = 0.0) -> float:
+    def _fastest(self, step: Step, compute: float = 0.0) -> float:
         """Of every fourth share and all on the host, and of those near the best of these. What takes longer than
         another in any case is not simulated.
         """
-        asked = micro_batches, undo, cpu, compute
-        seconds = functools.cache(lambda share: self._seconds(share, *asked))
-        least = functools.cache(lambda share: self._least_seconds(share, *asked))
+        seconds = functools.cache(lambda share: self._seconds(share, step, compute))
+        least = functools.cache(lambda share: self._least_seconds(share, step, compute))
 
         def best_of(some: Sequence[float]) -> float:
             best = min(some, key=least)
@@ -358,8 +374,8 @@ class FastestUpdates:
         near = shares.index(best)
         tried = sorted({*some, *shares[max(0, near - 2) : near + 3]}) if seconds(best) < math.inf else shares
         enough = ALIKE * seconds(best_of(tried))
-        if enough == math.inf and undo:
-            return self._fastest(micro_batches, False, cpu, compute)
+        if enough == math.inf and step.undo:
+            return self._fastest(step._replace(undo=False), compute)
         return next(each for each in tried if least(each) <= enough and seconds(each) <= enough)
 
 
