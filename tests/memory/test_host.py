@@ -331,6 +331,7 @@ def test_a_small_slab_waits_for_no_pages_of_a_large_one(monkeypatch: pytest.Monk
             may_come.set()
     assert level.view(large).numel() == 16 * MiB
     level.close()
+    assert not any(thread.name.startswith("vblackwell-fault") for thread in threading.enumerate())
 
 
 def test_what_has_never_been_in_an_extent_is_zero():

@@ -35,6 +35,19 @@ LEVEL0 = 128 << 10
 UPDATES = pytest.mark.parametrize("update", ["host", "device"])
 
 
+@pytest.mark.parametrize(("limit", "clips"), [(1e-3, True), (1e9, False)])
+def test_a_look_at_the_share_is_told_whether_steps_clip(limit: float, clips: bool, make_stack: MakeStack, monkeypatch):
+    model, told = build(DECODER), list[bool]()
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="device")
+    ours, share = VGPUAdamW(model.parameters(), max_grad_norm=limit), offload_of(model).host_share
+    monkeypatch.setattr(share, "again", lambda *given: told.append(given[-1]))
+    for step in range(8):
+        DECODER.loss(model, step).backward()
+        ours.step()
+        ours.zero_grad()
+    assert told[-1] is clips and not told[0]
+
+
 @pytest.mark.each_value
 @UPDATES
 @pytest.mark.parametrize("clipped", ["always", "random", "first"])

@@ -11,7 +11,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import fastest_updates, forecast_step
+from vblackwell.offload.layout.forecast import fastest_updates, forecast_step, level0_bytes
 from vblackwell.offload.layout.groups import Formats, find_groups, moment_ranges
 from vblackwell.offload.layout.lanes import LaneTimes, simulate
 from vblackwell.offload.layout.placement import StreamingOptions, place_streamed, spaces, state_bytes
@@ -95,6 +95,18 @@ def test_of_several_micro_batches_steps_tell_what_compute_hides(passes: float, g
     assert step_seconds(second) <= 1.03 * best
     assert step_seconds(second) <= (1 - gain) * step_seconds(first)
     assert updates(micro_batches, True, None, (second, step_seconds(second))) == second
+
+
+def test_what_leaves_beside_layers_is_as_large_as_layers():
+    """Not as large as the head, which is twelve times as large here and leaves when no layer computes."""
+    model = Decoder(DecoderConfig(96_000, 512, 1536, 8, 8, max_position=64), device="meta", dtype=torch.bfloat16)
+    found = place_streamed(model, spaces([4 * GiB, 64 * GiB], on_gpu=True), StreamingOptions(update=0.0))
+    layers = [group for group in found.groups if len(group.slots) > 2]
+    layer, largest = layers[0].num_bytes, max(group.num_bytes for group in found.groups)
+    assert [group.num_bytes for group in layers] == [layer] * 8 and largest > 12 * layer
+    expected = found.ring_bytes + (found.max_in_flight + found.max_locked) * layer
+    expected += min(found.budget_bytes, sum(group.num_bytes for group in found.groups))
+    assert level0_bytes(found) == expected < found.ring_bytes + (found.max_in_flight + found.max_locked) * largest
 
 
 @pytest.mark.parametrize(("link", "cpu"), [(30e9, 1.5e9), (42e9, 2.7e9), (50e9, 3.3e9)])
