@@ -404,6 +404,21 @@ def test_nothing_is_refused_that_nobody_caps_or_knows(make_stack: MakeStack, mon
     assert BatchCheck.of(build(DECODER), torch.device("cpu"), None) is None
 
 
+def test_a_check_that_fails_ends_no_training_and_says_so(make_stack: MakeStack, monkeypatch):
+    model = capped_model(make_stack, monkeypatch, cap=1)
+
+    def fails(*args):
+        raise ValueError("odd")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vblackwell.offload.batch_check.language_batch", fails)
+        with pytest.warns(RuntimeWarning, match="4 sequences of 64 tokens fit .* was not found out: ValueError: odd"):
+            loss_of(model, rows(4)).backward()
+    loss_of(model, rows(4)).backward()  # asked about once
+    with pytest.raises(InsufficientMemory):
+        loss_of(model, rows(5))
+
+
 def test_a_frozen_model_is_called_as_ever(make_stack: MakeStack, monkeypatch, needs):
     model = capped_model(make_stack, monkeypatch, cap=1)
     model.requires_grad_(False)

@@ -8,6 +8,7 @@ traced, nor what cannot be: of those batches nothing is said.
 
 import bisect
 import copy
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.device import process_cap
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, how_accelerated, is_causal_lm, restore_causal_lm
 from vblackwell.nn.convert.fused_modules import plain_class
@@ -110,18 +111,25 @@ class BatchCheck:
         seen = modes or torch.is_anomaly_enabled() or every_module._has_any_global_hook()
         if seen or top_hooks(True) is not None or not _is_known(model):
             return
-        refusal = None
-        try:
-            if not self._alike(model) or (batch.masked and self._is_less_with_mask()):
-                return
-            held, step = self._needed(engine, model, batch, cap)
-            if int((held + step) * SURELY) > cap:
-                refusal = self._refusal(engine, model, batch, cap)
-        except Exception:  # whatever a stranger's model raises in a trace, it may train all the same
-            refusal = None
+        refusal = self._why_not(engine, model, batch, cap)
         if refusal is not None:
             raise refusal
         self._fit.add(batch)
+
+    def _why_not(self, engine: Any, model: nn.Module, batch: Batch, cap: int) -> BatchTooLarge | None:
+        """The refusal of ``batch``; None where it fits, or that cannot be known."""
+        try:
+            if not self._alike(model) or (batch.masked and self._is_less_with_mask()):
+                return None
+            held, step = self._needed(engine, model, batch, cap)
+            too_large = int((held + step) * SURELY) > cap
+            return self._refusal(engine, model, batch, cap, held, step) if too_large else None
+        except Unsupported:  # it cannot be traced
+            return None
+        except Exception as error:  # of a check, which ends no training
+            said = f"whether {batch.size} sequences of {batch.length} tokens fit the GPU's cap was not found out"
+            warnings.warn(f"{said}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            return None
 
     def _alike(self, model: nn.Module) -> bool:
         """Let the twin train and recompute as ``model`` does now; False where it is no longer its like."""
@@ -171,11 +179,10 @@ class BatchCheck:
         held = min(level0_bytes(engine.step_control.found), engine.stack.levels[0].capacity_bytes)
         return held, step_bytes(trace, engine.groups, inputs, cap)
 
-    def _refusal(self, engine: Any, model: nn.Module, batch: Batch, cap: int) -> BatchTooLarge:
+    def _refusal(self, engine: Any, model: nn.Module, batch: Batch, cap: int, held: int, step: int) -> BatchTooLarge:
         def is_too_large(fewer: int) -> bool:
             return sum(self._needed(engine, model, replace(batch, size=fewer), cap)) > cap
 
-        held, step = self._needed(engine, model, batch, cap)
         most = bisect.bisect_left(range(1, batch.size), True, key=is_too_large)
         remedies = [f"give at most {most} at a time" if most else "shorten them, since one is too long"]
         if not any(getattr(each, _RECOMPUTING[0], False) for each in model.modules()):

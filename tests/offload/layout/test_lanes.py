@@ -181,6 +181,8 @@ def test_a_step_takes_no_less_than_its_busiest_lane(micro_batches: int, stored: 
         assert 0.5 * times.step_seconds < least <= times.step_seconds
         if times.busy["cpu"] > 0.97:
             assert least > 0.95 * times.step_seconds
+        late = replace(plan, clips=True, groups=tuple(replace(group, behind=True) for group in plan.groups))
+        assert least_seconds(late, rates) <= simulate(late, rates).step_seconds
 
 
 def test_sums_go_before_updates_of_other_groups():

@@ -135,7 +135,8 @@ def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
 
 def least_seconds(plan: LanePlan, rates: Rates) -> float:
     """What a step takes at least, without a disk: as long as its busiest lane has work, if nothing waits for another.
-    Simulated ones take a seventh longer in the mean, and twice as long at most.
+    Simulated ones take a seventh longer in the mean, and twice as long at most; less where they put off what nothing
+    waits for.
     """
     several, summed = plan.micro_batches > 1, plan.gradient if plan.micro_batches == 2 else SUMMED_BYTES
     seconds = up = down = cpu = 0.0
@@ -150,7 +151,7 @@ def least_seconds(plan: LanePlan, rates: Rates) -> float:
         if group.on_host:
             cpu += group.parameters * (1 + several * (SUMMED_BYTES - plan.gradient) / CPU_UPDATE_BYTES)
         elif not group.resident:
-            more = several * summed + 2 * plan.gradient * group.behind
+            more = several * summed + 2 * plan.gradient * (group.behind and not plan.clips)
             up += (plan.states_up + more) * group.parameters
             down += plan.states_down * group.parameters
     up += 2 * plan.micro_batches * max(0, weights - plan.weight_budget)
